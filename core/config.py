@@ -205,6 +205,11 @@ class EngineConfig(BaseModel):
         "leave the page pool; what costs least to bring back for how often it is used leaves first; default: an eighth "
         "of the free memory at the start, at least 1 GiB",
     )
+    host_prefix_cache: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="keep cached prefixes that leave the page pool in host memory: auto: on a CPU; on: on a GPU, too, "
+        "where they are copied before they leave, which is experimental; off: nowhere",
+    )
     kv_cache_dir: Path | None = Field(
         default=None,
         description="directory for cached prefixes that leave host memory, and of earlier runs; several servers of one "
@@ -438,12 +443,26 @@ class EngineConfig(BaseModel):
         if (self.kv_cache_dir is None) != (self.kv_cache_disk_bytes is None):
             given, missing = ("kv_cache_dir", "kv_cache_disk_bytes")[:: 1 if self.kv_cache_dir is not None else -1]
             raise ValueError(f"{given} is set, but {missing} is not; set both, or leave both out")
-        if self.kv_cache_dir is not None and (not self.prefix_cache or self.host_cache_bytes == 0):
-            name = "prefix_cache is off" if not self.prefix_cache else "host_cache_bytes is 0"
+        if self.kv_cache_dir is not None and (obstacle := self._host_prefix_obstacle):
             raise ValueError(
-                f"kv_cache_dir is set, but {name}: files are of cached prefixes, and go through host memory"
+                f"kv_cache_dir is set, but {obstacle}: files are of cached prefixes, and go through host memory"
             )
         return self
+
+    @model_validator(mode="after")
+    def _prefixes_in_host_memory_have_room(self) -> EngineConfig:
+        if self.host_prefix_cache == "on" and (obstacle := self._host_prefix_obstacle):
+            raise ValueError(f"host_prefix_cache is 'on', but {obstacle}; leave out one of them")
+        return self
+
+    @property
+    def _host_prefix_obstacle(self) -> str | None:
+        """The setting by which no prefix can be kept in host memory."""
+        if not self.prefix_cache:
+            return "prefix_cache is off"
+        if self.host_cache_bytes == 0:
+            return "host_cache_bytes is 0"
+        return "host_prefix_cache is 'off'" if self.host_prefix_cache == "off" else None
 
     @field_validator("weights")
     @classmethod

@@ -15,17 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore
-from ..memory.disk.folder import BlockFolder
-from ..memory.disk.keys import BlockKeys
-from ..memory.disk.tier import DiskTier
-from ..memory.host.budget import HostBudget
 from ..memory.host.images import HostImages, Reads, ThreadReads
 from ..memory.pages.block import Medium
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
-from ..memory.transfers.cached_pages import CachedPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .async_steps import AsyncSteps
@@ -41,6 +36,7 @@ from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
 from .merging.step_samples import StepSample, StepSamples
 from .policies import Policies
+from .prefix_tiers import open_disk_tier, open_host_tier
 from .requests.record import NotHere, from_record
 from .requests.request import Request
 from .requests.request_params import InvalidRequest
@@ -85,7 +81,7 @@ class Engine:
         self.config = config
         self.model: ModelInfo = executor.model
         self.executor = executor
-        self._clock = clock
+        self.clock = clock
         layout = executor.layout
         self.block_tokens = layout.block_tokens
         """Tokens of a block, whose KV fills a page of each page group."""
@@ -125,8 +121,8 @@ class Engine:
         elif config.preemption == "swap":
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
         self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes, costs)
-        self.host = self._host_tier(images.budget)
-        self.disk = self._disk_tier(images.budget, self.host)
+        self.host = open_host_tier(self)
+        self.disk = open_disk_tier(self)
         checkpoint_blocks = config.state_checkpoint_tokens // self.block_tokens if config.chunked_prefill else 0
         memory = self.memory = RequestMemory(
             pool=self.pool,
@@ -192,48 +188,6 @@ class Engine:
         engine.adapters.register_directories(modules)
         return engine
 
-    def _host_tier(self, budget: HostBudget) -> CachedPages | None:
-        """Return the tier for cached pages that are evicted; None if nothing can be copied, or nothing is cached."""
-        swaps, config, layout = self.executor.swaps, self.config, self.executor.layout
-        if swaps is None or not swaps.keeps_evicted or not config.prefix_cache or not config.host_bytes:
-            return None
-        windowed = [group for group, window in enumerate(layout.group_windows) if window is not None]
-        tier = CachedPages(swaps, budget, self.prefix, self.costs, layout.page_bytes, windowed)
-        self.prefix.tier = tier
-        return tier
-
-    def _disk_tier(self, budget: HostBudget, host: CachedPages | None) -> DiskTier | None:
-        """Return the tier of files below host memory. Raises ValueError if the folder can't be used."""
-        config, swaps = self.config, self.executor.swaps
-        if config.kv_cache_dir is None or config.kv_cache_disk_bytes is None:
-            return None
-        from .kv_identity import identity_of  # needs torch
-
-        if host is None or swaps is None:
-            raise ValueError(
-                "kv_cache_dir is set, but this engine's executor copies no prefixes that leave the page pool to host "
-                "memory, from where files are written; leave it out"
-            )
-        page_bytes = len(swaps.bytes_of(swaps.new_image()))
-        folder = BlockFolder(config.kv_cache_dir, config.kv_cache_disk_bytes, page_bytes)
-        device, remembered = type(self.executor).__name__, config.kv_cache_dir / "model"
-        keys = BlockKeys(identity_of(config, self.executor.layout, device, remembered, folder.seal_of))
-        host.disk = DiskTier(
-            folder,
-            keys,
-            swaps,
-            host=host,
-            prefix=self.prefix,
-            budget=budget,
-            costs=self.costs,
-            page_bytes=self.executor.layout.page_bytes,
-            content_of=self.store.content_of,
-            parts_of=self.store.parts_of,
-            clock=self._clock,
-            wake=self.wake,
-        )
-        return host.disk
-
     def _modes(self, policy: ModePolicy | None) -> Modes | None:
         """Return the chooser of step modes; None if only `merge` and `unmerge` change the mode."""
         policy = policy or mode_policy(self.config.mode_policy, expert_share=self.model.expert_share)
@@ -242,7 +196,7 @@ class Engine:
         if self.executor.shadow is None:
             logger.warning("mode_policy has no effect: this device has no merged mode")
             return None
-        return Modes(policy, self.merging, self.scheduler, self.config, self._clock)
+        return Modes(policy, self.merging, self.scheduler, self.config, self.clock)
 
     def _leave(self, adapter: Adapter, is_gone: bool) -> None:
         """Drop an adapter's shadow and, if the version is gone, its cached prefixes and answers."""
@@ -260,7 +214,7 @@ class Engine:
         self._accept(request)
         waiting = 0 if self.encoder is None else self.encoder.num_waiting(request.fairness_key)
         self.scheduler.check_room(request.fairness_key, 1 + waiting)
-        request.arrival_time = request.arrival_time or self._clock()
+        request.arrival_time = request.arrival_time or self.clock()
         self._add(request)
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
@@ -276,7 +230,7 @@ class Engine:
 
         Raises InvalidRequest if the request can't be served here, and ValueError for a record of another version.
         """
-        request = from_record(record, self._clock())
+        request = from_record(record, self.clock())
         if request.adapter_name is not None:
             request.adapter = self.store.find(record["content_hash"])
             if request.adapter is None:
@@ -378,10 +332,10 @@ class Engine:
         if plan is None:
             return self._wait()
         sample = self._sample_of(plan)
-        start = self._clock()
+        start = self.clock()
         self.scheduler.note_begin(plan, start)
         result = self._execute(plan)
-        seconds = self._clock() - start
+        seconds = self.clock() - start
         if result is not None and result.errors:
             self._note_overflows(plan, result)
         outputs = self.scheduler.pop_failed()
@@ -441,7 +395,7 @@ class Engine:
 
         A driver calls it after it has delivered the outputs: a failed check then loses no output.
         """
-        if not self.scheduler.has_work() and (now := self._clock()) >= self._next_check:
+        if not self.scheduler.has_work() and (now := self.clock()) >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS
             self.check_integrity()
 

@@ -161,6 +161,10 @@ class EngineStats:
         "prefix_fetch_seconds", "Time of copies of prefixes from host memory", "memory.copies.seconds"
     )
     host_cached_bytes: int = _now("prefix_host_bytes", "Host memory used by cached prefixes")
+    num_ahead_pages: int = _counted(
+        "prefix_ahead_pages", "Pages of cached prefixes of which a copy to host memory was begun before they left a GPU"
+    )
+    num_void_ahead_pages: int = _counted("prefix_ahead_void_pages", "Those that left before their copy had ended")
     num_disk_hit_tokens: int = _counted("prefix_disk_hit_tokens", "Prefix tokens read from files")
     disk_read_seconds: float = _counted("prefix_disk_read_seconds", "Time of reads of prefixes from files")
     disk_bytes: int = _now("prefix_disk_bytes", "Bytes in kv_cache_dir, of all servers that use it", largest=True)
@@ -221,6 +225,8 @@ def stats_of(engine: Any) -> EngineStats:
     )
     if engine.host is not None:
         stats.host_cached_bytes = engine.host.num_bytes
+        if (ahead := engine.host.ahead) is not None:
+            stats.num_ahead_pages, stats.num_void_ahead_pages = ahead.num_begun_pages, ahead.num_void_pages
     if (disk := engine.disk) is not None:
         folder = disk.folder
         stats.num_disk_hit_tokens, stats.disk_read_seconds = disk.num_hit_tokens, disk.read_seconds

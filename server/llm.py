@@ -9,7 +9,7 @@ with LLM() as llm:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, TypeVar, Unpack, overload
@@ -18,6 +18,7 @@ from ..core.model.pooling_config import PoolingConfig
 from ..core.requests.request_params import InvalidRequest
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.adapters.versions import versioned
+from ..memory.pages.block import Medium
 from .api.adapters.adapter_api import AddAdapter, checked_name, pin_adapter
 from .api.generation_builder import GenerationBuilder
 from .api.near import nearest
@@ -424,13 +425,16 @@ class LLM:
             (self.pin_adapter if pinned else self.unpin_adapter)(plain)
         return versioned(plain, state.label)
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; True, as it always succeeds.
+    def reset_prefix_cache(
+        self, *, reset_running_requests: bool = False, tiers: Collection[str] = tuple(Medium)
+    ) -> bool:
+        """Forget cached prefixes; True, as it always succeeds. tiers: some of `pool`, `host` and `disk`.
 
         reset_running_requests: running requests compute their KV again, too; else they go on with it, and no other
         request will use it.
         """
-        self._worker.reset_prefix_cache(reset_running_requests=reset_running_requests).result()
+        mediums = [Medium(each) for each in tiers]
+        self._worker.reset_prefix_cache(reset_running_requests=reset_running_requests, tiers=mediums).result()
         return True
 
     def pin_adapter(self, name: str) -> None:

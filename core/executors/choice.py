@@ -109,6 +109,11 @@ def open_executor(config: EngineConfig) -> Executor:
             "fp8_activations is true, but a CPU multiplies activations with FP8 weights as they are; leave it out, or "
             "set device to 'cuda'"
         )
+    if config.kv_cache_dir is not None and on_gpu:
+        raise _refusal(
+            "kv_cache_dir is set, but the keys of its files don't cover which kernels of a GPU computed KV; leave it "
+            "out, or set device to 'cpu'"
+        )
     if on_gpu and size > 1:
         from .cuda_ranks import CudaRanksExecutor
 

@@ -97,6 +97,9 @@ class RankCopies:
     send: sends a message that needs no reply to all other ranks.
     """
 
+    is_background = False
+    """Each copy is a message to every rank."""
+
     def __init__(
         self, rank_context: DeviceRankContext, first: CudaExecutor, send: Callable[..., None], patience: float
     ) -> None:
@@ -128,7 +131,9 @@ class RankCopies:
 
         return RankTransfer(self, begin, image.stream, layout.num_layers)
 
-    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> RankTransfer:
+    def copy_pages(
+        self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool, ahead: bool = False
+    ) -> RankTransfer:
         pages = list(pages)
 
         def begin(number: int) -> Transfer:

@@ -103,6 +103,8 @@ class RankAdapters(ModelAdapters):
 class ArenaCopies:
     """Copies between images of all ranks and their arenas, which are all in this process's memory; see `CopyEngine`."""
 
+    is_background = False
+
     def __init__(self, arenas: Sequence[Arena], counts: np.ndarray) -> None:
         """counts: see `CpuRankContext`."""
         self._copies = [HostCopies(arena.pages) for arena in arenas]
@@ -130,7 +132,9 @@ class ArenaCopies:
         for copies, share in zip(self._copies, image, strict=True):
             copies.copy_out(pages, share)
 
-    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> CompleteTransfer:
+    def copy_pages(
+        self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool, ahead: bool = False
+    ) -> CompleteTransfer:
         for copies, share in zip(self._copies, image, strict=True):
             copies.copy_pages(share, pages, to_device=to_device)
         return CompleteTransfer()

@@ -11,6 +11,7 @@ import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.transfers.dma import Dma
+from ...memory.transfers.swap_backend import CopyMode
 from ...memory.transfers.transfer import Transfer
 
 _PROBE_PAGES = 16
@@ -30,14 +31,17 @@ class PageSwaps:
         self._scope = scope
         self._page_elems = arena.layout.page_elems
         self._dtype = arena.pages.dtype
-        self.copies_at_once = self.keeps_evicted = not arena.pages.is_cuda
+        if dma.copies.is_background:
+            self.copying = CopyMode.BACKGROUND
+        else:
+            self.copying = CopyMode.WAITED if arena.pages.is_cuda else CopyMode.AT_ONCE
         self.page_seconds = self._measure(arena.num_pages)
 
-    def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:
+    def copy_out(self, pages: Sequence[int], *, ahead: bool = False) -> tuple[torch.Tensor, Transfer | None]:
         """Copy pages out; raises MemoryError if the system grants no host memory."""
         with self._scope():
             image = self._dma.buffers.take_now((len(pages), self._page_elems), self._dtype)
-            return image, _rest(self._dma.copies.copy_pages(image, pages, to_device=False))
+            return image, _rest(self._dma.copies.copy_pages(image, pages, to_device=False, ahead=ahead))
 
     def new_image(self) -> torch.Tensor:
         """Return an uninitialized image of a page; from any thread. Raises MemoryError."""

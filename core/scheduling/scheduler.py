@@ -431,6 +431,8 @@ class Scheduler:
                 self.lifecycle.send_back(request, RequestState.SWAPPED)
         if self._loading or self._store.loads.under_way:
             self._finish_loads()
+        if (host := self._memory.host) is not None and host.ahead is not None:
+            host.ahead.advance()
         if self.disk is not None and self.disk.is_reading:
             self.disk.advance()
         if self.waiting or self._admission.late or self._admission.leaders:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -37,6 +36,9 @@ leave host memory."""
 CLOSE_SECONDS = 30.0
 """The most seconds that a clean stop writes blocks."""
 
+_LOOK_SECONDS = 0.005
+"""Seconds between two looks at what is being written, at a clean stop."""
+
 READERS = 2
 
 
@@ -45,6 +47,10 @@ class Pool(Protocol):
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
         """Run a call soon. Raises an error if it can't be run."""
+        ...
+
+    def wait(self, futures: Sequence[Future[Any]], timeout: float) -> None:
+        """Wait until one of some calls has ended, at most `timeout` seconds."""
         ...
 
     def shutdown(self) -> None:
@@ -420,27 +426,36 @@ class DiskTier:
         if self.is_closed:
             return
         self.is_closed = True
-        end = time.monotonic() + self.close_seconds
+        end = self.clock() + self.close_seconds
         for job in self._jobs.values():
             job.has_ended = True
         if copy_out is not None:
             self._save_the_rest(copy_out, end)
-        while self._writing is not None and not self._writing.done() and time.monotonic() < end:
-            time.sleep(0.005)
+        while self._is_writing and self.clock() < end:
+            self._wait_for_writes()
         self._writer.shutdown()
         self._readers.shutdown()
-        writes = self._writing is not None and not self._writing.done()
-        if not writes and all(job.future is None or job.future.done() for job in self._jobs.values()):
+        if not self._is_writing and all(job.future is None or job.future.done() for job in self._jobs.values()):
             self.folder.close()  # else a thread that hangs still has it
+
+    @property
+    def _is_writing(self) -> bool:
+        writing = self._writing
+        return writing is not None and not writing.done()
+
+    def _wait_for_writes(self) -> None:
+        """Let what waits be written for a moment."""
+        if (writing := self._writing) is not None:
+            self._writer.wait([writing], _LOOK_SECONDS)
 
     def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:
         """Write the blocks that only the pool has, parents first."""
         found: list[Block] = list(self.prefix.roots())
         for block in found:
             found += block.children.values()
-            while self._queued_bytes > self._most_queued // 2 and time.monotonic() < end:
-                time.sleep(0.005)
-            if time.monotonic() > end:
+            while self._is_writing and self._queued_bytes > self._most_queued // 2 and self.clock() < end:
+                self._wait_for_writes()
+            if self.clock() > end:
                 return
             if block.parent is None:
                 continue

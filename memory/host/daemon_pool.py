@@ -16,7 +16,7 @@ import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -128,6 +128,10 @@ class DaemonPool(Executor):
             raise NoAnswer(f"it did not answer within {seconds:g} seconds") from None
         finally:
             del future  # the frames of an error would reference it, and it the error
+
+    def wait(self, futures: Sequence[Future], timeout: float) -> None:
+        """Wait until one of `futures` has ended, at most `timeout` seconds."""
+        wait(futures, timeout, FIRST_COMPLETED)
 
     def arrange(self, futures: Sequence[Future]) -> None:
         """Move `futures` that have not begun to the head of the queue, in this order."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(slots=True)
@@ -38,6 +38,15 @@ class RestoreCosts:
         """Move a cost a fifth of the way back to its first value: it was too high for anything to measure it."""
         (first,) = (each.default for each in fields(self) if each.name == name)
         self.observe(name, first)
+
+
+class Freed(NamedTuple):
+    """An item that becomes evictable."""
+
+    item: Hashable
+    seconds: float
+    """That are lost per page, times its uses."""
+    depth: int
 
 
 class EvictionOrder:
@@ -77,10 +86,9 @@ class EvictionOrder:
         serial = self._serials[item] = next(self._serial)
         if in_use:
             entry = (True, -math.inf, 0, serial, item)
-        elif self._lru:
-            entry = (False, float(serial), 0, serial, item)
         else:
-            entry = (wanted, self._clock + uses * cost / max(1, pages), -depth, serial, item)
+            seconds = uses * cost / max(1, pages)
+            entry = self._entry(item, seconds, serial, self._clock, depth=depth, wanted=wanted)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 4 * len(self._serials):
             self._heap = [entry for entry in self._heap if self._is_valid(entry)]
@@ -112,6 +120,35 @@ class EvictionOrder:
         finally:
             for entry in kept:
                 heapq.heappush(self._heap, entry)
+
+    def upcoming(self, freed_by: Callable[[Any], Freed | None] = lambda item: None) -> Iterator[Hashable]:
+        """The items in the order in which they would be evicted now. The order must not change meanwhile.
+
+        freed_by: returns what becomes evictable when an item has been evicted; None if nothing does.
+        """
+        heap, clock, serials = self._heap, self._clock, itertools.count(next(self._serial))
+        found = [(heap[0], 0)] if heap else []  # entries that all others follow, with their places in the heap, or -1
+        while found:
+            entry, at = heapq.heappop(found)
+            if at >= 0:
+                for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                    heapq.heappush(found, (heap[child], child))
+                if not self._is_valid(entry):
+                    continue
+            wanted, priority, _, _, item = entry
+            clock = clock if wanted else max(clock, priority)
+            yield item
+            if (freed := freed_by(item)) is not None:
+                entry = self._entry(freed.item, freed.seconds, next(serials), clock, depth=freed.depth)
+                heapq.heappush(found, (entry, -1))
+
+    def _entry(
+        self, item: Hashable, seconds: float, serial: int, clock: float, *, depth: int, wanted: bool = False
+    ) -> tuple[bool, float, int, int, Hashable]:
+        """An item's place in the order. seconds: that are lost per page, times its uses."""
+        if self._lru:
+            return False, float(serial), 0, serial, item
+        return wanted, clock + seconds, -depth, serial, item
 
     def _is_valid(self, entry: tuple[bool, float, int, int, Hashable]) -> bool:
         return self._serials.get(entry[4]) == entry[3]

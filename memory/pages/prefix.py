@@ -484,8 +484,14 @@ class PrefixCache(BlocksBelow):
             if not (page := block.pages[group]):
                 continue
             block.pages[group] = PagePool.DUMMY
-            del self.by_page[page]
-            self._pool.forget(page)
+            self._let_go(page)
+
+    def _let_go(self, page: int) -> None:
+        """Stop keeping a page, whatever it held."""
+        if self.tier is not None:
+            self.tier.page_left(page)
+        del self.by_page[page]
+        self._pool.forget(page)
 
     def _evict_checkpoint(self, checkpoint: KeptState) -> None:
         """Free a checkpoint's pages; forget it if there are no images of them."""
@@ -510,8 +516,7 @@ class PrefixCache(BlocksBelow):
         self._order.discard(checkpoint)
         pages, checkpoint.pages = checkpoint.pages, []
         for page in pages:
-            del self.by_page[page]
-            self._pool.forget(page)
+            self._let_go(page)
 
     def _offer_checkpoint(self, block: Block) -> None:
         """Make a block's checkpoint evictable if it is unused."""

@@ -36,6 +36,14 @@ class Tier(Protocol):
         """Drop a checkpoint's images."""
         ...
 
+    def page_left(self, page: int) -> None:
+        """Void a copy of a page that is in flight: the page is about to have another owner."""
+        ...
+
+    def void_copies(self) -> None:
+        """Void all copies in flight."""
+        ...
+
 
 class BlocksBelow(ABC):
     """What a prefix cache does with blocks that have images in a tier below."""
@@ -122,6 +130,8 @@ class BlocksBelow(ABC):
         for block in found:
             found += block.children.values()
         count = 0
+        if Medium.HOST in mediums and self.tier is not None:
+            self.tier.void_copies()
         for block in reversed(found):
             if block.parent is None or not block.is_known:
                 continue

@@ -6,8 +6,7 @@ Tests: tests/memory/transfers/test_cached_pages.py, tests/simulation
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.budget import HostBudget
@@ -18,12 +17,13 @@ from .transfer import ExecutorLost
 if TYPE_CHECKING:
     from ..pages.eviction import RestoreCosts
     from ..pages.prefix import PrefixCache
+    from .pages_ahead import PagesAhead
     from .swap_backend import SwapBackend
 
 logger = logging.getLogger(__name__)
 
 COPY_SECONDS = 1.0
-"""The most seconds that an eviction waits for a device's copy of a page: far more than that takes."""
+"""The most seconds that a clean stop waits for a device's copy of a page: far more than that takes."""
 
 
 class Below(Protocol):
@@ -37,7 +37,8 @@ class Below(Protocol):
 class CachedPages:
     """Images of pages that the prefix cache knows, one for each page, within the host memory budget.
 
-    A page is copied when it is evicted, which waits for a device's copy.
+    A page is copied when it is evicted, where that is done at once. A device's pages are copied before that, see
+    `PagesAhead`: an eviction finds the images, or does without.
 
     A block's images are dropped together, and not before those of its descendants, unless the block has pages. So they
     are offered to the budget while nothing depends on them. Images that are about to be copied back are held.
@@ -50,13 +51,17 @@ class CachedPages:
         prefix: PrefixCache,
         costs: RestoreCosts,
         page_bytes: int,
-        windowed: Sequence[int] = (),
+        windowed: Sequence[int],
+        clock: Callable[[], float],
     ) -> None:
         """windowed: page groups with a window."""
         self._backend, self._budget, self._prefix = backend, budget, prefix
-        self._costs = costs
+        self.costs = costs
         self._page_bytes = page_bytes
         self._windowed = frozenset(windowed)
+        self._clock = clock
+        self.ahead: PagesAhead | None = None
+        """Copies pages before they leave; None: they are copied when they do."""
         self.disk: Below | None = None
         """Where blocks are written; None: nowhere."""
         self.num_bytes = 0
@@ -67,30 +72,48 @@ class CachedPages:
     # -- for the prefix cache
 
     def save(self, block: Block, groups: Iterable[int]) -> None:
-        """Make images of a block's pages in some groups, as far as there is room for them."""
+        """Make images of a block's pages in some groups, as far as there is room for them and it is not too late."""
         missing = [group for group in groups if block.pages[group] and group not in block.images]
-        if not missing:
-            return
-        if not self._admit(block, len(missing), block):
-            return
-        for group in missing:
-            if (copied := self._copy_out(block.pages[group])) is None:
-                break
-            self._put(block, group, copied[0])
-        self.offer(block)
+        if self.ahead is None and missing and self.admit(block, len(missing), block):
+            for group in missing:
+                if (copied := self._copy_out(block.pages[group])) is None:
+                    break
+                self._put(block, group, copied[0])
+            self.offer(block)
         if self.disk is not None:
             self.disk.save(block)
 
     def save_state(self, state: KeptState) -> None:
-        """Make images of a checkpoint's pages, if there is room for them."""
-        if state.images or not self._admit(state, len(state.pages), state.block):
-            return
-        images = [copied[0] for page in state.pages if (copied := self._copy_out(page)) is not None]
-        if len(images) == len(state.pages):
-            self._put_state(state, images)
-        self.offer(state.block)
+        """Make images of a checkpoint's pages, if there is room for them and it is not too late."""
+        if self.ahead is None and not state.images and self.admit(state, len(state.pages), state.block):
+            images = [copied[0] for page in state.pages if (copied := self._copy_out(page)) is not None]
+            if len(images) == len(state.pages):
+                self._put_state(state, images)
+            self.offer(state.block)
         if self.disk is not None:
             self.disk.save(state.block)
+
+    def put(self, item: Block | KeptState, groups: Sequence[int], images: Sequence[Any]) -> None:
+        """Keep images that were copied ahead. groups: of each, if they are of a block."""
+        if isinstance(item, KeptState):
+            if not item.images:
+                self._put_state(item, list(images))
+            self.offer(item.block)
+            return
+        for group, image in zip(groups, images, strict=True):
+            if group not in item.images:
+                self._put(item, group, image)
+        self.offer(item)
+
+    def page_left(self, page: int) -> None:
+        """Void a copy of a page that is in flight."""
+        if self.ahead is not None:
+            self.ahead.page_left(page)
+
+    def void_copies(self) -> None:
+        """Void all copies in flight."""
+        if self.ahead is not None:
+            self.ahead.void_all()
 
     def adopt(self, block: Block, images: dict[int, Any], state: list[Any], accepted: int) -> bool:
         """Give a block images that were read from a file; False, and the block is forgotten if it has nothing else, if
@@ -99,7 +122,7 @@ class CachedPages:
         missing = [group for group in images if group not in block.images]
         keeps_state = bool(state) and block.checkpoint is None
         count = len(missing) + len(state) * keeps_state
-        if count and self._admit(block, count, block):
+        if count and self.admit(block, count, block):
             for group in missing:
                 self._put(block, group, images[group])
             if keeps_state:
@@ -119,7 +142,7 @@ class CachedPages:
         if block.holds or not own or not is_leaf:
             budget.withdraw(block)
         else:
-            self._offer(block, len(own), block, is_copy=block.is_resident)
+            self._offer(block, len(own), block, is_copy=block.is_resident and self._has_time(block.pages))
         if block.in_windows is not None:
             count = len(self._windowed & own.keys())
             if block.holds or is_leaf or not count:
@@ -130,7 +153,7 @@ class CachedPages:
             if block.holds:
                 budget.withdraw(state)
             else:
-                self._offer(state, len(state.images), block, is_copy=bool(state.pages))
+                self._offer(state, len(state.images), block, is_copy=bool(state.pages) and self._has_time(state.pages))
 
     def forget(self, block: Block) -> None:
         """Drop a block's images, and those of its checkpoint."""
@@ -207,14 +230,19 @@ class CachedPages:
 
     # --
 
-    def _admit(self, item: Cached, count: int, block: Block) -> bool:
-        cost = count * self._costs.prefix_page
+    def admit(self, item: Cached, count: int, block: Block) -> bool:
+        """Make room for so many images; False if what would leave for them is worth more."""
+        cost = count * self.costs.prefix_page
         return self._budget.admit(self, item, count * self._page_bytes, cost, block.uses, depth=block.depth)
 
     def _offer(self, item: Cached, count: int, block: Block, *, is_copy: bool) -> None:
         """is_copy: the pool has the pages, too: they can be copied again."""
-        seconds = self._costs.swapped_page if is_copy else self._costs.prefix_page
+        seconds = self.costs.swapped_page if is_copy else self.costs.prefix_page
         self._budget.offer(self, item, count * self._page_bytes, count * seconds, block.uses, depth=block.depth)
+
+    def _has_time(self, pages: Sequence[int]) -> bool:
+        """True if pages that the pool has can be copied again before they leave."""
+        return self.ahead is None or not self.ahead.may_leave(pages)
 
     def copy_of(self, page: int) -> Any:
         """Return an image of a page that is not counted. Raises MemoryError if that can't be made."""
@@ -223,12 +251,15 @@ class CachedPages:
         return copied[0]
 
     def _copy_out(self, page: int) -> tuple[Any] | None:
-        """Copy a page; None if there is no memory for it, or the copy fails. Raises ExecutorLost."""
+        """Copy a page; None if there is no memory for it, or the copy fails. Raises ExecutorLost.
+
+        It waits for a device's copy, so that only a clean stop may ask a device.
+        """
         try:
             image, transfer = self._backend.copy_out([page])
-            deadline = time.monotonic() + COPY_SECONDS
+            deadline = self._clock() + COPY_SECONDS
             while transfer is not None and not transfer.is_done():
-                if transfer.has_failed() or time.monotonic() > deadline:
+                if transfer.has_failed() or self._clock() > deadline:
                     transfer.cancel()
                     return None
                 self._backend.wait(COPY_SECONDS)

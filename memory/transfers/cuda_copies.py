@@ -88,6 +88,11 @@ class CudaCopies:
         if staging is not None:
             staging.join(self)
 
+    @property
+    def is_background(self) -> bool:
+        """False without staging: the host would wait for copies of ordinary memory."""
+        return self._staging is not None
+
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> CudaTransfer:
         """Issue the layers read so far, up to LAYERS_AHEAD after the first group, so the link has work until the step
         begins.
@@ -104,19 +109,22 @@ class CudaCopies:
         if transfer.has_failed():
             raise RuntimeError(f"{len(pages)} pages could not be copied to ordinary memory")
 
-    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> CudaTransfer:
+    def copy_pages(
+        self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool, ahead: bool = False
+    ) -> CudaTransfer:
         """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
 
         image: `[len(pages), page_elems]` on the host. The copies run after the work launched so far on the current
         compute stream; those that the stream has no room for are issued later. Bytes moved to the host may be read once
-        `is_done()`. After `wait()` the pages may have a new owner, if its work follows on the compute stream.
+        `is_done()`. After `wait()` the pages may have a new owner, if its work follows on the compute stream. ahead:
+        nobody waits for it, so that `Staging` copies it after all others.
         """
         check_pages(pages, len(pages), self._num_pages)
         plan = CopyPlan.of_pages(pages, self._page_elems, self._group_elems)
         holder = HostImage()
         holder.data = image
         holder.publish(len(pages))
-        transfer = self._start(holder, plan, len(pages), to_device)
+        transfer = self._start(holder, plan, len(pages), to_device, ahead=ahead)
         try:
             transfer.advance()
         except BaseException:
@@ -152,8 +160,10 @@ class CudaCopies:
         if self._staging is not None:
             self._staging.close()
 
-    def _start(self, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> CudaTransfer:
-        transfer = CudaTransfer(self, image, plan, num_pages, to_device)
+    def _start(
+        self, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool, *, ahead: bool = False
+    ) -> CudaTransfer:
+        transfer = CudaTransfer(self, image, plan, num_pages, to_device, is_ahead=ahead)
         with self.lock:
             self.fence(to_device)
             image.follow(transfer.advance)

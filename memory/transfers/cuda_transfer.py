@@ -47,7 +47,14 @@ class CudaTransfer:
     """
 
     def __init__(
-        self, engine: CudaCopyEngine, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool
+        self,
+        engine: CudaCopyEngine,
+        image: HostImage,
+        plan: CopyPlan,
+        num_pages: int,
+        to_device: bool,
+        *,
+        is_ahead: bool = False,
     ) -> None:
         self._engine = engine
         self._image: HostImage | None = image
@@ -55,6 +62,8 @@ class CudaTransfer:
         self._plan = plan
         self._num_pages = num_pages
         self.to_device = to_device
+        self.is_ahead = is_ahead
+        """Nobody waits for it: `Staging` copies all others first."""
         self._data: Any = None  # the source of copies, kept until none runs, even if the image fails
         self.is_staged = False
         """The image lies in ordinary memory, so that `Staging` issues its copies."""

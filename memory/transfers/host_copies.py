@@ -34,6 +34,8 @@ class HostCopies:
     pages: the arena, `[num_pages, page_elems]`.
     """
 
+    is_background = False
+
     def __init__(self, pages: torch.Tensor) -> None:
         self._pages = pages
         # The integer view of a CPU's arena is made once: each call into torch releases the GIL, which delays the start
@@ -69,7 +71,9 @@ class HostCopies:
                 target[pages[index], at : at + count] = source[begin : begin + count]
                 begin += count
 
-    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> CompleteTransfer:
+    def copy_pages(
+        self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool, ahead: bool = False
+    ) -> CompleteTransfer:
         """Move whole pages into the arena or out of it, complete when this returns."""
         check_pages(pages, len(pages), len(self._target))
         if not to_device:

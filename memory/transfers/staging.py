@@ -42,7 +42,9 @@ class StagedCopies(Protocol):
 
 
 class Staging:
-    """Issues the copies of transfers whose image lies in ordinary memory; lowest layers of all transfers first."""
+    """Issues the copies of transfers whose image lies in ordinary memory; lowest layers of all transfers first,
+    and those that nobody waits for last.
+    """
 
     def __init__(
         self,
@@ -91,10 +93,12 @@ class Staging:
     def work(self) -> bool:
         """Copy one group of a transfer; return False if none has any that can be copied."""
         with self._copies.lock:
-            waiting = [(group.first_layer, it) for it in self._copies.staged() if (group := it.next_group())]
+            waiting = [
+                (it.is_ahead, group.first_layer, it) for it in self._copies.staged() if (group := it.next_group())
+            ]
             if not waiting:
                 return False
-            transfer = min(waiting, key=lambda each: each[0])[1]
+            transfer = min(waiting, key=lambda each: each[:2])[2]
             group, image = transfer.begin_staging()
         event, is_whole = None, False
         try:

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, Protocol
 
 from .transfer import Transfer
+
+
+class CopyMode(StrEnum):
+    """How a backend copies pages."""
+
+    AT_ONCE = "at once"
+    """Copies are complete when they return."""
+    BACKGROUND = "background"
+    """Copies run while steps do, and nobody waits for them."""
+    WAITED = "waited"
+    """Somebody waits for copies, or they take messages: steps must not depend on many of them."""
 
 
 class SwapBackend(Protocol):
@@ -17,17 +29,15 @@ class SwapBackend(Protocol):
         ...
 
     @property
-    def copies_at_once(self) -> bool:
-        """True if copies out are complete when `copy_out` returns."""
+    def copying(self) -> CopyMode:
+        """How pages are copied."""
         ...
 
-    @property
-    def keeps_evicted(self) -> bool:
-        """True if pages that are evicted are copied to host memory first: a step must not wait for a device's copy."""
-        ...
+    def copy_out(self, pages: Sequence[int], *, ahead: bool = False) -> tuple[Any, Transfer | None]:
+        """Begin to copy pages to host memory; return the image, and its transfer unless it is already complete.
 
-    def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
-        """Begin to copy pages to host memory; return the image, and its transfer unless it is already complete."""
+        ahead: nobody waits for the copy, so that others go before it.
+        """
         ...
 
     def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> Transfer | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,9 @@ from ..host.budget import HostBudget
 from ..pages.block_table import BlockTable
 from ..pages.eviction import RestoreCosts
 from ..pages.pool import IntegrityError, PageKind, PagePool
-from .page_fetch import PageFetch
+from .page_copies import PageFetch
 from .swap_backend import SwapBackend
-from .transfer import ExecutorLost, Transfer
-
-logger = logging.getLogger(__name__)
+from .transfer import Transfer, state_of
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +179,7 @@ class SwappedKv:
         """
         done, failed = [], []
         for copy in list(self.copies):
-            state = _state_of(copy.transfer)
+            state = state_of(copy.transfer)
             if copy.table is None and state == "failed":
                 failed.append(copy.transfer)
             elif copy.is_out and state == "done":
@@ -240,16 +237,3 @@ class SwappedKv:
             self._budget.withdraw(image)
             image.data = None
             self.num_bytes -= image.num_bytes
-
-
-def _state_of(transfer: Transfer) -> str:
-    """Return the state of a copy: coming, done, or failed (also if cancelled). Raises ExecutorLost."""
-    try:
-        if transfer.is_done():
-            return "done"
-        return "failed" if transfer.has_failed() else "coming"
-    except ExecutorLost:
-        raise
-    except Exception:  # a driver that refuses a copy: the request recomputes its KV
-        logger.exception("a copy of KV failed")
-        return "failed"

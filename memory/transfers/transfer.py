@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..host.image import HostImage
 from ..pages.adapter_layout import AdapterLayout
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class ExecutorLost(RuntimeError):
@@ -45,8 +48,26 @@ class Transfer(Protocol):
         ...
 
 
+def state_of(transfer: Transfer) -> Literal["coming", "done", "failed"]:
+    """Return the state of a copy of KV; a cancelled one has failed. Raises ExecutorLost."""
+    try:
+        if transfer.is_done():
+            return "done"
+        return "failed" if transfer.has_failed() else "coming"
+    except ExecutorLost:
+        raise
+    except Exception:  # a driver that refuses a copy: the KV is computed again
+        logger.exception("a copy of KV failed")
+        return "failed"
+
+
 class CopyEngine(Protocol):
     """Moves images between the host and one arena. `start` is called by the thread that launches compute."""
+
+    @property
+    def is_background(self) -> bool:
+        """True if copies run while the caller and steps go on."""
+        ...
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> Transfer:
         """Begin to load an adapter into `pages` (arena page per page of the layout).
@@ -61,10 +82,13 @@ class CopyEngine(Protocol):
         """Copy whole pages to the host, complete when this returns. image: `[len(pages), page_elems]`."""
         ...
 
-    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> Transfer:
+    def copy_pages(
+        self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool, ahead: bool = False
+    ) -> Transfer:
         """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
 
-        image: `[len(pages), page_elems]` on the host. Copies begin after all compute launched so far.
+        image: `[len(pages), page_elems]` on the host. Copies begin after all compute launched so far. ahead: nobody
+        waits for it, so that other copies through pinned blocks go first.
         """
         ...
 

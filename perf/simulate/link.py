@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from ...core.cold_start import Arrival
 from ...core.costs.models import CostModel
+from ...memory.transfers.swap_backend import CopyMode
 
 
 class VirtualClock:
@@ -170,17 +171,12 @@ class SimSwaps:
         return 2 * self._page_bytes * self._costs.link.per_byte
 
     @property
-    def copies_at_once(self) -> bool:
-        """False: a copy takes the link's time."""
-        return False
+    def copying(self) -> CopyMode:
+        """A copy takes the link's time, as on a GPU."""
+        return CopyMode.BACKGROUND
 
-    @property
-    def keeps_evicted(self) -> bool:
-        """False, as of a GPU."""
-        return False
-
-    def copy_out(self, pages: Sequence[int]) -> tuple[None, SimTransfer | None]:
-        return None, self._send(len(pages))
+    def copy_out(self, pages: Sequence[int], *, ahead: bool = False) -> tuple[None, SimTransfer | None]:
+        return None, self._send(len(pages), Urgency.AHEAD if ahead else Urgency.SWAP)
 
     def copy_in(self, image: None, skip: int, pages: Sequence[int]) -> SimTransfer | None:
         return self._send(len(pages))
@@ -197,8 +193,8 @@ class SimSwaps:
         now = self._clock.now
         self._clock.now = min([now + timeout, *(each.end for each in self._ends if each.end > now)])
 
-    def _send(self, num_pages: int) -> SimTransfer | None:
-        sending = self._link.send(self._costs.swap_seconds(num_pages * self._page_bytes), Urgency.SWAP)
+    def _send(self, num_pages: int, urgency: Urgency = Urgency.SWAP) -> SimTransfer | None:
+        sending = self._link.send(self._costs.swap_seconds(num_pages * self._page_bytes), urgency)
         self._ends = [each for each in self._ends if not each.is_done()]
         if sending.end <= self._clock.now:
             return None

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ...core.sleep import CannotSleep
+from ...memory.pages.block import Medium
 from ..engine.backend import Backend
 from ..errors import ApiError, JsonResponse, clipped, read_body, validated
 from ..http.gate import Gate
@@ -125,13 +126,21 @@ class EngineControl:
     # --- the prefix cache ---
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget all cached prefixes; with `?reset_running_requests=true`, also the KV of running requests."""
+        """Forget cached prefixes: in all tiers, or in those of `?tiers=`; with `?reset_running_requests=true`, also the
+        KV of running requests.
+        """
         name = "reset_running_requests"
         given = request.query_params.get(name, "false")
         if (resets := _BOOLEANS.get(given.lower())) is None:
             raise ApiError(400, f"{name} is {clipped(given)!r}; it must be true or false", param=name)
-        count = await asyncio.wrap_future(self._worker.reset_prefix_cache(reset_running_requests=resets))
-        audit.info("%s reset the prefix cache: %d blocks", request.state.caller, count)
+        words = request.query_params.get("tiers", ",".join(Medium)).split(",")
+        if wrong := [each for each in words if each not in set(Medium)]:
+            allowed = ", ".join(Medium)
+            raise ApiError(400, f"tiers names {clipped(wrong[0])!r}; give some of {allowed}", param="tiers")
+        tiers = [Medium(each) for each in words]
+        future = self._worker.reset_prefix_cache(reset_running_requests=resets, tiers=tiers)
+        count = await asyncio.wrap_future(future)
+        audit.info("%s reset the prefix cache (%s): %d blocks", request.state.caller, ", ".join(tiers), count)
         return JsonResponse({"success": True})
 
     async def flush_cache(self, request: Request) -> Response:

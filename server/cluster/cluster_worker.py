@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +26,7 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import inspect_adapter
 from ...memory.files.identity import with_content
 from ...memory.files.manifest import AdapterManifest
+from ...memory.pages.block import Medium
 from ..engine.backend import SHUTTING_DOWN, OnOutput, Settle, in_place
 from ..engine.backend_adapters import done
 from ..engine.engine_view import EngineView, Picture
@@ -276,8 +277,10 @@ class ClusterWorker:
     def wake(self) -> Future[int]:
         return self._control(self.control.wake)
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
-        return self._control(partial(self.control.reset, reset_running_requests))
+    def reset_prefix_cache(
+        self, *, reset_running_requests: bool, tiers: Collection[Medium] = tuple(Medium)
+    ) -> Future[int]:
+        return self._control(partial(self.control.reset, reset_running_requests, tiers))
 
     def _alone(self, field: str) -> Future[int] | None:
         """A failure if other API servers serve the same clients: they would not know that the engines stand still."""

@@ -5,14 +5,30 @@ Tests: tests/server/cluster/test_control.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...core.requests.request_params import InvalidRequest
 from ...core.sleep import CannotSleep
+from ...memory.pages.block import Medium
 from ..errors import EngineUnavailable
 
 FREEZE, SLEEP, WAKE, RESET = "freeze", "sleep", "wake", "reset"
 
 BUSY = "busy"
 """Failure of a sleep that may be tried again; other failures name a wrong field, or are empty."""
+
+
+def reset_of(tiers: Iterable[Medium]) -> str:
+    """The word for a reset of the prefix cache's tiers."""
+    return f"{RESET}:{','.join(tiers)}"
+
+
+def tiers_of(kind: str) -> list[Medium]:
+    """The tiers that a word of `reset_of` names. Raises ValueError for any other."""
+    word, _, names = kind.partition(":")
+    if word != RESET:
+        raise ValueError(f"{kind!r} is no reset")
+    return [Medium(each) for each in names.split(",")]
 
 
 def failure_of(error: BaseException) -> str:

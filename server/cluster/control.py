@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from .commands import BUSY, FREEZE, RESET, SLEEP, WAKE, error_of
+from ...memory.pages.block import Medium
+from .commands import BUSY, FREEZE, SLEEP, WAKE, error_of, reset_of
 from .link import Link
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,9 @@ class Control:
         self._asleep = False
         return self._send(WAKE)
 
-    def reset(self, resets_running: bool) -> Future[int]:
+    def reset(self, resets_running: bool, tiers: Collection[Medium]) -> Future[int]:
         """The sum of the replicas' forgotten blocks."""
-        return self._send(RESET, resets_running)
+        return self._send(reset_of(tiers), resets_running)
 
     def _send(self, kind: str, argument: bool = True) -> Future[int]:
         number = next(self._numbers)

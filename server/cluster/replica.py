@@ -31,7 +31,7 @@ from ..engine.engine_adapters import MOST_OVERFLOWS
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
 from ..rare_log import RareLog
-from .commands import FREEZE, RESET, SLEEP, WAKE, failure_of
+from .commands import FREEZE, SLEEP, WAKE, failure_of, tiers_of
 from .report import Hello, LearnedCosts, Report
 from .rows import to_row
 from .stream import FrameStream, accept
@@ -187,9 +187,9 @@ class Replica:
         worker = self.worker
         if kind == FREEZE:
             return worker.freeze(frozen=argument)
-        if kind == RESET:
-            return worker.reset_prefix_cache(reset_running_requests=argument)
-        return {SLEEP: worker.sleep, WAKE: worker.wake}[kind]()
+        if kind in (SLEEP, WAKE):
+            return worker.sleep() if kind == SLEEP else worker.wake()
+        return worker.reset_prefix_cache(reset_running_requests=argument, tiers=tiers_of(kind))
 
     def compile(self, grammar: Mapping[str, Any]) -> Future[None]:
         """Compile a request's grammar while steps go on, before the engine needs it; the compiler reports faults."""

@@ -6,12 +6,13 @@ Tests: tests/server/engine/test_worker.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...core.requests.types import RequestOutput
+from ...memory.pages.block import Medium
 from .backend_adapters import BackendAdapters
 from .engine_view import EngineView
 
@@ -116,7 +117,9 @@ class Backend(Protocol):
         """End `sleep`; the backend stays frozen."""
         ...
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
+    def reset_prefix_cache(
+        self, *, reset_running_requests: bool, tiers: Collection[Medium] = tuple(Medium)
+    ) -> Future[int]:
         """See `Engine.reset_prefix_cache`. The future fails with InvalidRequest if the backend does not support it."""
         ...
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
 from functools import partial
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.requests.record import NotHere
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.sleep import Sleep
+from ...memory.pages.block import Medium
 from ...memory.pages.pool import IntegrityError
 from ...memory.transfers.transfer import ExecutorLost
 from ..errors import EngineUnavailable
@@ -196,8 +197,12 @@ class EngineWorker:
     def wake(self) -> Future[None]:
         return self._enqueue(partial(self._act, self._wake_up))
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
-        return self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
+    def reset_prefix_cache(
+        self, *, reset_running_requests: bool, tiers: Collection[Medium] = tuple(Medium)
+    ) -> Future[int]:
+        return self.call(
+            lambda engine: engine.reset_prefix_cache(reset_running_requests=reset_running_requests, tiers=tiers)
+        )
 
     def view(self) -> Future[EngineView]:
         return self.call(EngineView.of)

@@ -163,6 +163,10 @@ class Options(TypedDict, total=False):
     pool; what costs least to bring back for how often it is used leaves first; default: an eighth of the free
     memory at the start, at least 1 GiB.
     """
+    host_prefix_cache: Literal["auto", "on", "off"]
+    """Keep cached prefixes that leave the page pool in host memory: auto: on a CPU; on: on a GPU, too, where they
+    are copied before they leave, which is experimental; off: nowhere. Default: auto.
+    """
     kv_cache_dir: str | Path | None
     """Directory for cached prefixes that leave host memory, and of earlier runs; several servers of one user may
     share it. It must be that user's alone (mode 700). Default: prefixes are not kept in files.

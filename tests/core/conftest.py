@@ -109,7 +109,7 @@ class Answer:
 
 def exported(engine: Engine, request_id: str) -> dict[str, Any]:
     """Return a request in progress as plain data, which another engine can resume."""
-    return to_record(engine.scheduler.get(request_id), engine._clock())  # noqa: SLF001
+    return to_record(engine.scheduler.get(request_id), engine.clock())
 
 
 def moved(here: Driver, there: Driver, names: Iterable[str], *, steps: int) -> dict[str, list[int]]:

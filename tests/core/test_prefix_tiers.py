@@ -391,6 +391,11 @@ def test_files_that_are_too_dear_are_tried_again_some_day(disk_server, monkeypat
         ({"kv_cache_dir": None}, "kv_cache_dir is not"),
         ({"prefix_cache": False}, "prefix_cache is off"),
         ({"host_cache_bytes": 0}, "host_cache_bytes is 0"),
+        ({"host_prefix_cache": "off"}, "kv_cache_dir is set, but host_prefix_cache is 'off'"),
+        (
+            {"kv_cache_dir": None, "kv_cache_disk_bytes": None, "prefix_cache": False, "host_prefix_cache": "on"},
+            "host_prefix_cache is 'on', but prefix_cache is off",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(disk_server, config, error):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from chorus.memory.adapters.adapter_costs import AdapterCosts
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterPart
+from chorus.memory.pages.block import Medium
 from chorus.memory.pages.pool import IntegrityError, PagePool
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
@@ -166,7 +167,7 @@ class FakeEngine:
         self._generated = 0
         self._last: StepInfo | None = None
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> int:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False, tiers: Collection[Medium] = ()) -> int:
         return 0
 
     def add_request(self, request: Request) -> None:

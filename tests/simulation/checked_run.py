@@ -99,6 +99,8 @@ class CheckedRun(EngineRun):
             trouble = self._disk_rng.choice([0.0, 0.0, trouble])
         swaps = CheckedSwaps(memory, self.clock, own, self.reached, delay, trouble)
         swaps = None if config.preemption == "recompute" else swaps
+        if swaps is not None and (config.kv_cache_dir is not None or (config.seed or 0) % 5):  # no draw of its own
+            config = config.model_copy(update={"host_prefix_cache": "on"})
         self.executor = CheckedExecutor(
             config,
             adapters,

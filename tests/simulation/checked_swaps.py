@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chorus.memory.transfers.swap_backend import CopyMode
+
 from .asked import promise
 from .faulty_disk import FileImage, bytes_of
 from .made_up_model import Memory
@@ -35,9 +37,9 @@ class CheckedSwaps:
         self._delay = delay
         self._trouble = trouble
         self._num_under_way = 0
-        self.copies_at_once, self.keeps_evicted = not delay, True
+        self.copying = CopyMode.BACKGROUND if delay else CopyMode.AT_ONCE
 
-    def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
+    def copy_out(self, pages: Sequence[int], *, ahead: bool = False) -> tuple[list[list[object]], SwapCopy | None]:
         image: list[list[object]] = []
         held = list(pages)
 

@@ -33,6 +33,8 @@ from chorus.memory.host.images import HostImages
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.memory.pages.states import StateSlots
+from chorus.memory.transfers import pages_ahead
+from chorus.memory.transfers.cached_pages import CachedPages
 from chorus.memory.transfers.swapped_kv import SwappedKv
 from chorus.perf.report.command import conclude, parser
 
@@ -103,7 +105,7 @@ def swapped_page_lost(patch):
         init(self, backend, *args)
         if backend is not None:
             copy_out = backend.copy_out
-            backend.copy_out = lambda pages: copy_out([*pages[:-1], pages[0]])
+            backend.copy_out = lambda pages, **how: copy_out([*pages[:-1], pages[0]], **how)
 
     patch.setattr(SwappedKv, "__init__", over_swaps)
 
@@ -128,6 +130,16 @@ def hasty_swaps(patch):
 def failed_swaps(patch):
     """A copy that failed is taken for one that is done."""
     patch.setattr(SwapCopy, "has_failed", lambda self: False)
+
+
+def torn_copies(patch):
+    """A copy ahead of a page that has had a new owner meanwhile is kept."""
+    patch.setattr(CachedPages, "page_left", lambda self, page: None)
+
+
+def hasty_copies(patch):
+    """A copy ahead is taken for complete when it begins, also if it fails."""
+    patch.setattr(pages_ahead, "state_of", lambda transfer: "done")
 
 
 # -- adapters
@@ -425,6 +437,8 @@ FAULTS: tuple[Fault, ...] = (
     host_bytes_leaked,
     hasty_swaps,
     failed_swaps,
+    torn_copies,
+    hasty_copies,
     pages_of_adapter_reused,
     hasty_release,
     lasting_pins,

@@ -7,7 +7,7 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -158,6 +158,14 @@ class VirtualPool:
             future.set_result(call(*arguments))
         except Exception as error:
             future.set_exception(error)
+
+    def wait(self, futures: Sequence[Future[Any]], timeout: float) -> None:
+        """Let time go by until one of some calls has ended, at most `timeout` seconds."""
+        end = self._clock.now + timeout
+        while not any(each.done() for each in futures) and self._clock.next_time <= end:
+            self._clock.next_event()
+        if not any(each.done() for each in futures):
+            self._clock.advance(max(0.0, end - self._clock.now))
 
     def shutdown(self) -> None:
         """What hangs may go on for good."""

@@ -109,6 +109,10 @@ class Invariants:
         host = self._engine.host
         num_bytes = images.num_bytes + self._engine.swapped.num_bytes + (0 if host is None else host.num_bytes)
         num_bytes += 0 if self._engine.disk is None else self._engine.disk.num_bytes
+        if host is not None and (ahead := host.ahead) is not None:
+            num_bytes += ahead.num_bytes
+            self._reached["copied ahead"] += ahead.num_begun_pages > 0
+            self._reached["copied ahead in vain"] += ahead.num_void_pages > 0
         promise(images.budget.num_bytes == num_bytes, "the budget of host memory counts other bytes")
         entries = {*images._entries.values(), *images._given_up.values()}  # noqa: SLF001 - the accounting itself
         promise(images.num_bytes == sum(entry.num_bytes for entry in entries), "host images have other bytes")

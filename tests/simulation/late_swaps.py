@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from chorus.memory.transfers.swap_backend import SwapBackend
+from chorus.memory.transfers.swap_backend import CopyMode, SwapBackend
 
 LOOKS = (0, 1, 1, 3, 20)
 """Times that a copy is looked at before it is made, drawn for each."""
@@ -52,11 +52,11 @@ class LateSwaps:
 
     def __init__(self, swaps: SwapBackend, draw: random.Random) -> None:
         self.page_seconds = swaps.page_seconds
-        self.copies_at_once, self.keeps_evicted = False, True
+        self.copying = CopyMode.BACKGROUND
         self._swaps = swaps
         self._draw = draw
 
-    def copy_out(self, pages: Sequence[int]) -> tuple[Any, LateCopy | None]:
+    def copy_out(self, pages: Sequence[int], *, ahead: bool = False) -> tuple[Any, LateCopy | None]:
         image: list[Any] = []
         pages = list(pages)
         return image, self._late(lambda: image.append(self._swaps.copy_out(pages)[0]))

@@ -227,7 +227,11 @@ class RealRun(EngineRun):
         if files is not None:
             config = _with_files(config, files, random.Random(repr(apart.getstate())), self.reached)
         with patch.object(ModelExecutor, "state_slots", 3):  # as on a GPU, so that steps may be launched ahead
-            inner = open_executor(config)
+            inner: Any = open_executor(config)
+        if inner.swaps is not None and self.rng.random() < 0.5:
+            inner.swaps = LateSwaps(inner.swaps, random.Random(self.rng.random()))
+            if config.prefix_cache and config.host_bytes:
+                config = config.model_copy(update={"host_prefix_cache": "on"})
         self.executor: Any = Faulty(inner)
         proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
         policies = Policies(proposer=proposer)
@@ -244,9 +248,6 @@ class RealRun(EngineRun):
         if isinstance(inner, CpuExecutor) and offload_workers:
             slow_down(inner.adapters, inner.arena.pages, lambda *_: time.sleep(self._draw.choice([0.0, 0.001, 0.01])))
         hold_up(self.engine, self._begin_read)
-        swapped = self.engine.swapped
-        if swapped.backend is not None and self.rng.random() < 0.5:
-            swapped.backend = LateSwaps(swapped.backend, random.Random(self.rng.random()))
         for name in self.names:
             self._register(name, self._directory(name))
 

@@ -23,6 +23,8 @@ EVERYWHERE = {
     "prefix hit of an adapter",
     "block in host memory",
     "checkpoint in host memory",
+    "copied ahead",
+    "copied ahead in vain",
     "disk: full",
     "page that left",
     "checkpoint",

@@ -48,6 +48,12 @@ def test_a_cpu_refuses_activations_in_fp8(subject):
         choice.open_executor(EngineConfig(model=subject("gqa").model, device="cpu", fp8_activations=True))
 
 
+def test_a_gpu_keeps_no_prefixes_in_files(subject, tmp_path):
+    files = {"kv_cache_dir": tmp_path, "kv_cache_disk_bytes": 1 << 20}
+    with pytest.raises(DeviceError, match="kv_cache_dir is set, but the keys of its files don't cover"):
+        choice.open_executor(EngineConfig(model=subject("gqa").model, device="cuda", **files))
+
+
 def test_cuda_without_a_gpu_is_refused(subject, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="device is 'cuda', but PyTorch finds no GPU"):

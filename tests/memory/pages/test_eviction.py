@@ -157,3 +157,16 @@ def test_a_cost_that_forbids_its_own_measuring_falls():
     for _ in range(30):
         costs.doubt("disk_prefix_page")
     assert costs.disk_prefix_page < 5 * RestoreCosts().disk_prefix_page
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.booleans())))
+def test_what_comes_next_is_named_in_its_order_and_stays(acts):
+    order = EvictionOrder()
+    for item, pages, uses, wanted, goes in acts:
+        if goes:
+            order.discard(item)
+        else:
+            order.add(item, pages, 1.0, uses, wanted=wanted, depth=item % 2)
+    named = list(order.upcoming())
+    assert len(named) == len(order)
+    assert named == drain(order)

@@ -4,75 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.memory.host.budget import HostBudget
 from chorus.memory.pages.block import Medium
-from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
-from chorus.memory.pages.pool import PageKind, PagePool
-from chorus.memory.pages.prefix import PrefixCache
-from chorus.memory.transfers.cached_pages import CachedPages
+from chorus.memory.pages.pool import PagePool
 
-STEP, PAGE_BYTES = 4, 10
-
-
-class Backend:
-    """Copies contents of pages at once."""
-
-    page_seconds = 1e-4
-    copies_at_once = keeps_evicted = True
-
-    def __init__(self, num_pages):
-        self.arena = [None] * num_pages
-        self.refuses = False
-
-    def copy_out(self, pages):
-        if self.refuses:
-            raise MemoryError("no memory")
-        return [self.arena[page] for page in pages], None
-
-    def copy_in(self, image, skip, pages):
-        for page, content in zip(pages, image[skip:], strict=True):
-            self.arena[page] = content
-
-    def wait(self, timeout):
-        raise AssertionError("nothing is being copied")
-
-
-class Memory:
-    """A prefix cache over a pool, with a host tier of some pages."""
-
-    def __init__(self, num_pages=20, host_pages=20, windows=(None,), has_states=False):
-        self.pool = PagePool(num_pages)
-        self.order, self.costs = EvictionOrder(), RestoreCosts()
-        self.prefix = PrefixCache(self.pool, self.order, self.costs, STEP, windows, has_states=has_states)
-        self.backend = Backend(num_pages)
-        self.budget = HostBudget(host_pages * PAGE_BYTES)
-        windowed = [group for group, window in enumerate(windows) if window]
-        self.tier = CachedPages(self.backend, self.budget, self.prefix, self.costs, PAGE_BYTES, windowed)
-        self.prefix.tier = self.tier
-        self.num_groups = len(windows)
-
-    def store(self, tokens, version=1, scope=None, states=False):
-        """Cache the blocks of a prompt that nobody uses any more."""
-        parent, held = None, []
-        for start in range(0, len(tokens), STEP):
-            pages = self.pool.allocate(self.num_groups, PageKind.KV)
-            for group, page in enumerate(pages):
-                self.backend.arena[page] = (version, tuple(tokens[: start + STEP]), group)
-            parent = self.prefix.insert(version, parent, tokens[start : start + STEP], pages, scope)
-            held += pages
-        if states:
-            (page,) = self.pool.allocate(1, PageKind.KV)
-            self.backend.arena[page] = ("state", tuple(tokens))
-            self.prefix.keep_checkpoint(parent, [page])
-            held.append(page)
-        self.prefix.release(held)
-
-    def evict(self, count):
-        for _ in range(count):
-            self.prefix.evict(self.order.pop())
-
-    def match(self, tokens, version=1, scope=None):
-        return self.prefix.match(version, [*tokens, 0], scope)
+from .cached_memory import PAGE_BYTES, Memory
 
 
 def test_blocks_that_lose_their_pages_are_found_with_their_bytes():
@@ -201,14 +136,14 @@ def test_with_windows_a_request_begins_where_every_group_has_a_page_or_an_image(
 
 def test_a_request_begins_at_a_checkpoint_in_host_memory():
     memory = Memory(has_states=True)
-    memory.store(tokens := list(range(8)), states=True)
+    memory.store(tokens := list(range(8)), states=1)
     while memory.order:
         memory.evict(1)
     blocks = memory.match(tokens)
     assert len(blocks) == 2
     state = blocks[-1].checkpoint
     assert state is not None
-    assert state.images == [[("state", tuple(tokens))]]
+    assert state.images == [[("state", tuple(tokens), 0)]]
     assert memory.prefix.resident(blocks) == []
     memory.tier.forget_state(state)
     memory.prefix.dropped(blocks[-1].checkpoint)

@@ -187,3 +187,25 @@ def test_without_pinned_memory_the_host_waits(monkeypatch, driver, arena, caplog
     assert found.copies.copy_pages(filled(found, 2), [1, 2], to_device=True).is_done()
     assert set(driver.waits) == {threading.current_thread().name}
     assert "steps wait for copies of ordinary memory" in caplog.text
+
+
+def test_what_nobody_waits_for_is_staged_after_all_others(arena):
+    driver = FakeDriver()
+    staging = PumpedStaging([bytearray(1 << 16), bytearray(1 << 16)], driver.synchronize)
+    copies = CudaCopies(arena, driver, staging=staging)
+    assert copies.is_background
+    image = torch.ones(2, PAGE_ELEMS, dtype=torch.int32)
+    ahead = copies.copy_pages(image[:1], [5], to_device=False, ahead=True)
+    swap = copies.copy_pages(torch.ones(40, PAGE_ELEMS, dtype=torch.int32), list(range(6, 46)), to_device=False)
+    while not swap.is_done():
+        assert not ahead.is_done()
+        staging.work()
+        driver.finish()
+    while staging.work():
+        driver.finish()
+    assert ahead.is_done()
+
+
+def test_without_pinned_blocks_copies_are_not_in_the_background(arena):
+    """The host would wait for those of ordinary memory."""
+    assert not CudaCopies(arena, FakeDriver()).is_background

@@ -67,6 +67,7 @@ def test_a_paused_engine_is_still_paused_after_its_sleep(live):
         ("/sleep?level=2", "level", "level 2 discards the weights"),
         ("/wake_up?tags=all", "tags", "give kv_cache or weights"),
         ("/reset_prefix_cache?reset_running_requests=maybe", "reset_running_requests", "must be true or false"),
+        ("/reset_prefix_cache?tiers=host,gpu", "tiers", "tiers names 'gpu'; give some of pool, host, disk"),
         ("/pause_generation", "mode", "only in_place is supported"),
     ],
 )
@@ -82,6 +83,25 @@ def test_the_prefix_cache_is_reset(live):
     for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true", "/flush_cache"):
         assert live.client.post(path).status_code == 200
         assert ask(live).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, path
+
+
+def test_the_tiers_that_are_named_are_reset(live):
+    """A prompt that left the page pool comes from host memory, unless that was reset."""
+
+    def cached():
+        return ask(live).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def evict(engine):
+        engine.costs.host_prefix_page = 0.0  # it is worth a copy
+        engine.reclaimer.reclaim_all()
+
+    cached()
+    live.worker.call(evict).result(5)
+    assert live.client.post("/reset_prefix_cache?tiers=pool,disk").status_code == 200
+    assert cached() > 0, "host memory was not named"
+    live.worker.call(evict).result(5)
+    assert live.client.post("/reset_prefix_cache?tiers=host").status_code == 200
+    assert cached() == 0
 
 
 def test_sglang_s_pause(start, fake_engine):

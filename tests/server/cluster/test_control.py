@@ -14,7 +14,8 @@ import pytest
 
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.sleep import CannotSleep
-from chorus.server.cluster.commands import BUSY, FREEZE, RESET, SLEEP, WAKE
+from chorus.memory.pages.block import Medium
+from chorus.server.cluster.commands import BUSY, FREEZE, SLEEP, WAKE, reset_of, tiers_of
 from chorus.server.cluster.control import Control
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
 
@@ -50,22 +51,27 @@ def reply(fleet, link, count=0, failure=None, text=""):
 
 def test_a_command_is_done_once_every_replica_has_carried_it_out(fleet):
     one, two = fleet.links
-    done = fleet.control.reset(True)
+    done = fleet.control.reset(True, [Medium.POOL, Medium.DISK])
     reply(fleet, one, 3)
     assert not done.done()
     reply(fleet, two, 4)
-    assert done.result(0) == 7 and one.commands == two.commands == [(RESET, True)]
+    (command,) = one.commands
+    assert done.result(0) == 7 and one.commands == two.commands
+    assert (tiers_of(command[0]), command[1]) == ([Medium.POOL, Medium.DISK], True)
+    for wrong in (SLEEP, reset_of([]), "reset:gpu"):
+        with pytest.raises(ValueError):
+            tiers_of(wrong)
 
 
 def test_a_replica_that_is_gone_has_nothing_to_carry_out(fleet):
     one, two = fleet.links
-    done = fleet.control.reset(False)
+    done = fleet.control.reset(False, [*Medium])
     reply(fleet, one, 3)
     two.is_up = False
     fleet.control.on_down(two)
     assert done.result(0) == 3
     one.is_up = False
-    assert fleet.control.reset(False).result(0) == 0
+    assert fleet.control.reset(False, [*Medium]).result(0) == 0
 
 
 def test_a_replica_that_connects_gets_the_state_of_the_others(fleet):
@@ -186,6 +192,8 @@ def test_the_prefix_caches_of_all_replicas_are_reset(up):
 
     at_once(12, cached)
     assert all(at_once(12, cached)), "both replicas have the prompt"
+    assert up.client.post("/reset_prefix_cache?tiers=disk").json() == {"success": True}
+    assert cached(), "memory was not named"
     assert up.client.post("/reset_prefix_cache").json() == {"success": True}
     assert cached() == 0
     at_once(12, cached)
