@@ -24,7 +24,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "r4-router": {
         "r": 4,
         "lora_alpha": 8,
-        "target_modules": [*ATTENTION, "router.proj"],
+        "target_modules": [*ATTENTION, "router.proj", "router.gate"],
         "target_parameters": ["gate.weight", "router.weight"],
     },
     "r2-experts": {

@@ -60,7 +60,7 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     store = drive(it).engine.store
     targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
     assert "gate" in targets["r4-router"]
-    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4", "kimi", "llama-4", "nemotron"))
+    has_shared = any(each.name == "shared_expert.down_proj" for each in read_model_config(it.model).projections)
     assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
@@ -92,7 +92,7 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     assert told(driver, want) == want
 
 
-@pytest.mark.parametrize("family", GATED)
+@pytest.mark.parametrize("family", [family for family in GATED if not family.startswith("gemma-4")])
 def test_a_tensor_for_all_experts_gives_the_same_tokens(mixture, drive, tmp_path, family):
     """Tinker's form, under the names that it has for experts, and for the attention of gpt-oss."""
     it = mixture(family)
