@@ -477,6 +477,7 @@ def _encoder_of(config: EngineConfig, executor: Executor) -> Callable[[Callable[
     """What makes the encoder of images; None where they are not served."""
     from .executors.base import ModelExecutor
 
-    if executor.model.why_blind is not None or not isinstance(executor, ModelExecutor):
+    shapes = getattr(executor, "shapes", executor)  # of several ranks: images are encoded in the first one's process
+    if executor.model.why_blind is not None or not isinstance(shapes, ModelExecutor):
         return None
-    return lambda wake: open_encoder(config, executor.whole, executor.dtype, wake)
+    return lambda wake: open_encoder(config, shapes.whole, shapes.dtype, wake, shapes.torch_device)

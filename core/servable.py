@@ -6,6 +6,7 @@ Tests: tests/core/test_engine.py, tests/core/test_json_schemas.py.
 from __future__ import annotations
 
 import logging
+import secrets
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from .requests.request import Request
 from .requests.request_params import HEAD, InvalidRequest, RequestParams
 
 logger = logging.getLogger(__name__)
+
+_PROCESS = secrets.token_hex(8)
 
 
 class Servable:
@@ -44,15 +47,17 @@ class Servable:
         find: returns the version of an adapter's name for a tenant's new request (`ServedAdapters.find`).
         """
         self.check_length(request)
-        if request.adapter_name is not None and request.adapter is None:
-            request.adapter = request.bound = find(request.adapter_name, request.sibling, request.tenant)
+        name = request.adapter_name
+        if name is not None and request.adapter is None:
+            request.adapter = find(name, request.sibling, request.tenant)
+            name = request.adapter.name
+        request.bound = request.adapter
         self.check_tokens(request)
         self._check_images(request)
         self._set_head(request)
         if request.adapter is not None and request.adapter.manifest.invocation_tokens:
             self._activate(request, request.adapter)
         self._set_blocks(request)
-        name = request.adapter_name if request.bound is None else request.bound.name
         request.fairness_key = self.fairness_key(request.tenant, name)
         self.limit_output(request)
         self.check_grammar(request.params.grammar)
@@ -68,6 +73,10 @@ class Servable:
             raise InvalidRequest(
                 "messages", f"the request has {len(media)} images, at most {most} are taken (limit_mm_per_prompt)"
             )
+        if model.most_images is not None and len(media) > model.most_images:
+            raise InvalidRequest(
+                "messages", f"the request has {len(media)} images, and this model is served with {model.most_images}"
+            )
         placeholders = request.token_ids[: request.num_prompt_tokens].count(model.image_token or -1)
         if placeholders != sum(item.num_rows for item in media):
             raise InvalidRequest(
@@ -79,7 +88,9 @@ class Servable:
         if bound is None or not bound.manifest.tower:
             return
         if media:
-            request.media_scope = f"@{getattr(bound, 'version', bound.label)}"
+            # Files of prefixes outlive this process, in which alone numbers of versions tell adapters apart.
+            version = f"{getattr(bound, 'version', bound.label)} of {_PROCESS}"
+            request.media_scope = f"@{bound.manifest.content_hash or version}"
         if not bound.manifest.parts and not bound.manifest.vectors:
             request.adapter = None  # it changes images alone
 

@@ -100,12 +100,15 @@ class DecodeBuffers:
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         lengths: Sequence[int] | None = None,
+        *,
+        shifts: Sequence[int] = (),
     ) -> DecodeViews:
         """Write a step's entries into `bucket`'s views, pad the rest, and return the views.
 
-        block_tables: of the sequences. lengths: tokens of each; by default each has one.
+        positions: of the tokens in their sequences. block_tables: of the sequences. lengths: tokens of each; by default
+        each has one. shifts: what is added to the positions by which heads are rotated; empty: nothing.
         """
-        return self.write(self.columns, bucket, token_ids, positions, block_tables, lengths=lengths)
+        return self.write(self.columns, bucket, token_ids, positions, block_tables, lengths=lengths, shifts=shifts)
 
     def write(
         self,
@@ -115,6 +118,8 @@ class DecodeBuffers:
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         lengths: Sequence[int] | None = None,
+        *,
+        shifts: Sequence[int] = (),
     ) -> DecodeViews:
         """Like `fill`, but write the per-token vectors into `columns`, int64 `[num_columns, bucket or more]`."""
         views, block_tokens, used, groups = self.view(bucket), self._block_tokens, len(token_ids), self._groups
@@ -134,6 +139,8 @@ class DecodeBuffers:
                 for group in range(groups)
             ),
         )
+        if shifts:
+            columns[1, :used] += shifts
         padding = bucket - used
         tables = [*block_tables, *([()] * padding)]
         self._fill_table(tables)
@@ -198,13 +205,21 @@ class DeviceDecodeBuffers:
         }
 
     def fill(
-        self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
+        self,
+        bucket: int,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        shifts: Sequence[int] = (),
     ) -> DecodeViews:
-        """Write a step's entries into `bucket`'s views, in stream order, and pad the rest."""
+        """Write a step's entries into `bucket`'s views, in stream order, and pad the rest. shifts: see
+        `DecodeBuffers.fill`.
+        """
         target = self._columns[bucket]
         staged, event = self._blocks.next(target.shape, target.dtype)
         event.synchronize()
-        self._host.write(staged.numpy(), bucket, token_ids, positions, block_tables)
+        self._host.write(staged.numpy(), bucket, token_ids, positions, block_tables, shifts=shifts)
         self._device.copy(target, staged)
         event.record()
         return self.views[bucket]

@@ -107,6 +107,8 @@ class EagerReason(StrEnum):
     """It has prompts, and its adapters change a mixture of experts."""
     LATENTS = "latents"
     """Its adapters scale keys and values of latents, as DoRA's do, or heads are not as wide as kernels take."""
+    IMAGES = "images"
+    """It has rows of images."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,15 +72,14 @@ class ModelInfo:
     """Share of its experts that a token goes to; 0: it has no mixture of experts."""
     limits: EngineLimits | None = field(default=None, compare=False)
     """None in a simulation, and for replicas of earlier versions."""
-    why_blind: str | None = field(
-        default="images are served so far by a server whose engine is in its own process, not by replicas",
-        compare=False,
-    )
+    why_blind: str | None = field(default="this engine does not say that it takes any", compare=False)
     """Why images are refused; None: they are served."""
     image_token: int | None = field(default=None, compare=False)
     """The token at images' positions, where they are served."""
     image_blocks: Blocks | None = field(default=None, compare=False)
     """Which positions of a prompt with images see each other, where images are served."""
+    most_images: int | None = field(default=None, compare=False)
+    """See `VisionSpec`."""
 
 
 class ShadowBackend(Protocol):
@@ -277,6 +276,7 @@ class ModelExecutor(ExecutorBase):
             why_blind=blind,
             image_token=None if blind else model.image_token,
             image_blocks=None if blind else model.image_blocks,
+            most_images=None if model.vision is None else model.vision.most_images,
         )
         self.layout = self._page_layout(config, limit)
 
@@ -318,6 +318,13 @@ class ModelExecutor(ExecutorBase):
     def dtype(self) -> torch.dtype:
         """The model's dtype."""
         return self._dtype
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where images are encoded."""
+        import torch
+
+        return torch.device("cpu")
 
     def warn_if_dequantised(self, who: str, which: str = "weights", *, only_float8: bool = False) -> None:
         """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them;

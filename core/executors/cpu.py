@@ -34,7 +34,7 @@ from ..model.added_tokens import (
     sample_with_added,
     with_added,
 )
-from ..model.batch import RowPlan, StepBatch, ragged_batch
+from ..model.batch import RowPlan, StepBatch, position_shifts, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_state import LoraState
 from ..model.moe.experts import ExpertKernels
@@ -54,7 +54,7 @@ from ..model.sampler import (
     sample_tokens,
 )
 from ..model.specs.config import ModelConfig, UnsupportedModel
-from ..model.specs.layers import ropes_of
+from ..model.specs.layers import has_axes
 from ..model.verification import accept_drafts
 from ..model.weights.open_weights import open_weights
 from ..model.weights.shadow import ShadowWeights
@@ -243,7 +243,7 @@ class CpuSteps(ABC, Generic[A]):
     ) -> None:
         """sizes: of the buckets; the largest has room for every decode step."""
         self._computing = decoder
-        self._has_axes = any(rope.axes for rope in ropes_of(decoder.config.layers))
+        self._has_axes = has_axes(decoder.config.layers)
         self._lora = lora
         self._layout = layout
         self._eager_attention = decoder.new_attention()
@@ -293,9 +293,7 @@ class CpuSteps(ABC, Generic[A]):
             merged=plan.merged is not None,
             states=self._states,
         )
-        lookup = self._computing.config.image_lookup
-        if batch.media is not None and lookup is not None:
-            batch.token_ids[batch.media.places] = lookup  # their embeddings are rows of images
+        batch.look_up(self._computing.config.image_lookup)
         return self._computing.forward(batch)
 
     def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
@@ -305,13 +303,15 @@ class CpuSteps(ABC, Generic[A]):
             views = self._fill_drafted(bucket, rows)
         else:
             views = self._buffers.fill(
-                bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
+                bucket,
+                [row.tokens[0] for row in rows],
+                [row.start for row in rows],
+                [row.pages for row in rows],
+                shifts=position_shifts(rows) if self._has_axes else (),
             )
             self._attention_of(bucket).plan(range(bucket + 1), views.page_table, views.kv_lens)
             if self._states is not None:
                 self._states.set_step(rows, range(bucket + 1))
-        if self._has_axes:
-            _shift_positions(views.positions, rows)
         if plan.mode is StepMode.BASE:
             return self.graphs.replay(bucket, StepForm(StepMode.BASE))
         runs = adapter_runs(rows) if plan.num_drafts else ([row.lora_index for row in rows], [1] * len(rows))
@@ -327,6 +327,7 @@ class CpuSteps(ABC, Generic[A]):
             [position for row in rows for position in range(row.start, row.kv_len)],
             [row.pages for row in rows],
             lengths,
+            shifts=position_shifts(rows) if self._has_axes else (),
         )
         qo_indptr = [0, *accumulate(lengths), *range(sum(lengths) + 1, bucket + 1)]
         self._attention_of(bucket).plan(qo_indptr, views.page_table[: len(views.kv_lens)], views.kv_lens)
@@ -353,15 +354,6 @@ class CpuSteps(ABC, Generic[A]):
         )
         decoder = self._computing
         return lambda: decoder.forward(batch)
-
-
-def _shift_positions(positions: torch.Tensor, rows: Sequence[ScheduledSequence]) -> None:
-    """Correct positions `[tokens]` of tokens behind images that stand on axes; they were indices in the sequence."""
-    begin = 0
-    for row in rows:
-        if shift := row.position_shift:
-            positions[begin : begin + len(row.tokens)] += shift
-        begin += len(row.tokens)
 
 
 class TorchSteps(CpuSteps[GroupedAttention]):

@@ -30,6 +30,7 @@ from ...ops.attention.attention_backend import (
 )
 from ...ops.library import native_library
 from ..config import EngineConfig
+from ..media.serving import tower_bytes
 from ..model.decoder import DecoderModel
 from ..model.moe.experts import ExpertKernels
 from ..model.nvtx_spans import span
@@ -108,6 +109,10 @@ class CudaShapes(ModelExecutor):
                 f"offload_workers is {config.offload_workers}, and the model has {experts} experts, which GPUs serve "
                 "without; set it to 0, or device to 'cpu'"
             )
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device.torch_device
 
     def _without_offload(self) -> list[str]:
         """Names of the layers' projections that offload workers do not compute, mixtures' aside."""
@@ -382,6 +387,8 @@ class CudaExecutor(CudaShapes):
         graphs = self.steps.graph_bytes()
         device.release()
         free, total = device.memory()
+        if self.model.why_blind is None:  # the tower is read with the first image
+            free -= tower_bytes(config.model, self.whole, self._dtype)
         use = cuda_memory.MemoryUse(free, total, free_at_first - free, activations, graphs)
         pages = config.num_pages
         if pages is None and config.memory_bytes is not None:

@@ -29,6 +29,7 @@ from ..model.lora.lora_state_cuda import CudaLoraState
 from ..model.lora.sample_adapters import SampleAdapters, random_numbers
 from ..model.paged_states_cuda import CudaPagedStates
 from ..model.program.torch_step import Residual
+from ..model.specs.layers import has_axes
 from ..requests.draft_length import most_logits
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .cuda_attention_choice import choose_decode_attention
@@ -60,6 +61,7 @@ class DecodeSteps:
     ) -> None:
         """attention: the usual backend, and perhaps another that `choose_attention` compares with it."""
         self._config, self._decoder, self._device = config, model, device
+        self._has_axes = has_axes(model.config.layers)
         self._lora, self._outputs, self._max_model_len = lora, outputs, max_model_len
         layout, usual, self._most_rows = model.arena.layout, attention[0], most_logits(config)
         self._buckets = DecodeBuckets(config.max_num_seqs, self._most_rows)
@@ -171,7 +173,8 @@ class DecodeSteps:
         """indices: written in place of the sequences' tokens. drafted: see `run`."""
         tokens = [row.tokens[-1] for row in rows] if indices is None else indices
         positions = [row.start for row in rows] if drafted is None else [row.kv_len - 1 for row in rows]
-        views = self._buffers.fill(bucket, tokens, positions, [row.pages for row in rows])
+        shifts = _shifts(rows) if self._has_axes else ()
+        views = self._buffers.fill(bucket, tokens, positions, [row.pages for row in rows], shifts=shifts)
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
         if self.states is not None:
             qo_indptr = range(bucket + 1) if drafted is None else _padded_indptr(drafted, bucket)
@@ -284,6 +287,11 @@ class DecodeSteps:
         is_late = mode in (StepMode.BASE, StepMode.MERGED) and bucket in self._late  # the same launches
         with dependent_launch.only(False) if is_late else nullcontext():
             return self._device.capture(make(bucket, lora, mode in MERGED_MODES))
+
+
+def _shifts(rows: Sequence[ScheduledSequence]) -> list[int]:
+    """What each entry's position differs by from its token's place in its sequence."""
+    return [row.position_shift for row in rows]
 
 
 def _form(mode: StepMode, part: StepPart, lora: LoraLaunches) -> StepForm:

@@ -22,7 +22,7 @@ from ...memory.pages.pool import PagePool
 from ...ops.attention.attention import GroupedAttention
 from ...ops.attention.attention_backend import GroupedBackend
 from ..config import EngineConfig
-from ..model.batch import StepBatch, ragged_batch
+from ..model.batch import AxisPositions, MediaRows, StepBatch, ragged_batch
 from ..model.checkpoints.load_progress import progress
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_launches import LoraLaunches
@@ -154,14 +154,10 @@ class CudaSteps:
         is_merged, states = merged is not None, self.decoding.states
         _, lengths = runs = adapter_runs(rows)
         num_tokens = sum(lengths)
-        bucket = None if num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
+        sees = any(row.sees for row in rows)
+        bucket = None if sees or num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
         lora = self.lora.largest(lengths) if is_largest else self._ragged_lora(bucket, runs, adapters, merged)
-        if self._config.graph_capture == "off":
-            self.eager[EagerReason.OFF] += 1
-        elif bucket is None:
-            self.eager[EagerReason.TOKENS] += 1
-        elif lora is not None and lora.eager is not None:
-            self.eager[lora.eager] += 1
+        self._count(bucket, lora, sees=sees)
         host = ragged_batch(
             rows,
             self._layout,
@@ -171,6 +167,7 @@ class CudaSteps:
             merged=is_merged,
             states=states,
         )
+        host.look_up(self.decoder.config.image_lookup)
         host.backends = self.mixed.backends.of(bucket or num_tokens)
         assert host.logit_tokens is not None
         if sources is not None:
@@ -190,6 +187,17 @@ class CudaSteps:
         self.outputs.pick(logits, chosen)
         return logits, chosen
 
+    def _count(self, bucket: int | None, lora: LoraLaunches | None, *, sees: bool) -> None:
+        """Count a ragged step that is not captured. sees: it has rows of images."""
+        if self._config.graph_capture == "off":
+            self.eager[EagerReason.OFF] += 1
+        elif sees:
+            self.eager[EagerReason.IMAGES] += 1
+        elif bucket is None:
+            self.eager[EagerReason.TOKENS] += 1
+        elif lora is not None and lora.eager is not None:
+            self.eager[lora.eager] += 1
+
     def _ragged_lora(
         self,
         bucket: int | None,
@@ -207,7 +215,7 @@ class CudaSteps:
     def _to_device(
         self, batch: StepBatch[GroupedAttention, LoraLaunches], tokens: int
     ) -> StepBatch[GroupedAttention, LoraLaunches]:
-        """Copy the batch's tensors to static columns, each with room for `tokens`."""
+        """Copy the batch's tensors to the device: to static columns, each with room for `tokens`, but for images'."""
         values = [batch.token_ids, batch.positions, batch.offset, *batch.page]
         indices = {"logit_tokens": batch.logit_tokens, "kept_tokens": batch.kept_tokens}
         wanted = {name: each for name, each in indices.items() if each is not None}
@@ -216,7 +224,10 @@ class CudaSteps:
         inputs = dict(zip(names, split_columns(columns[: len(values), : len(batch.token_ids)]), strict=True))
         rest = zip(wanted.items(), columns[len(values) :], strict=True)
         indices = {name: column[: len(each)] for (name, each), column in rest}
-        return replace(batch, **inputs, **indices)
+        where = self._device.torch_device
+        media = None if batch.media is None else MediaRows(*(each.to(where) for each in batch.media))
+        axes = None if batch.axes is None else AxisPositions(*(each.to(where) for each in batch.axes))
+        return replace(batch, **inputs, **indices, media=media, axes=axes)
 
     # -- capture
 

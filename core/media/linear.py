@@ -34,11 +34,11 @@ class Change:
         """What LoRA adds to a matrix of its own shape, `[out, in]`."""
         return self.scale * (self.b @ self.a)
 
-    def to(self, dtype: torch.dtype) -> Change:
-        """The same in another dtype."""
-        magnitude = None if self.magnitude is None else self.magnitude.to(dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return replace(self, a=self.a.to(dtype), b=self.b.to(dtype), magnitude=magnitude, bias=bias)
+    def to(self, dtype: torch.dtype, device: torch.device) -> Change:
+        """The same in another dtype, on a device."""
+        magnitude = None if self.magnitude is None else self.magnitude.to(device, dtype)
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return replace(self, a=self.a.to(device, dtype), b=self.b.to(device, dtype), magnitude=magnitude, bias=bias)
 
 
 @dataclass(slots=True)

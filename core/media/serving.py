@@ -5,7 +5,8 @@ Tests: tests/core/media/test_lacking.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import EngineConfig
+    from ..model.checkpoints.checkpoint import TensorEntry
     from ..model.specs.config import ModelConfig
     from ..model.specs.layers import LayerSpec
     from ..model.specs.vision import VisionSpec
@@ -33,20 +35,49 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 def why_blind(config: EngineConfig, model: ModelConfig, *, on_gpu: bool) -> str | None:
     """Why images are refused; None if they are served."""
     if model.vision is None or model.image_token is None:
-        return f"{model.architecture} is served for text alone"
+        why = model.why_text_alone and f": {model.why_text_alone}"
+        return f"{model.architecture} is served for text alone{why}"
     if not config.limit_mm_per_prompt.get("image", 0):
         return "limit_mm_per_prompt allows no image"
-    if on_gpu:
-        return "images are served on CPUs so far, and this server computes on a GPU"
-    if config.tensor_parallel_size > 1:
-        return "images are served by one rank so far; set tensor_parallel_size to 1"
+    if on_gpu and model.image_blocks is not None and config.attention != "torch":
+        return (
+            "tokens of this model's images see each other, which the attention kernels of GPUs don't compute; set "
+            "attention to 'torch', or device to 'cpu'"
+        )
     if config.load_format != "auto":
         return f"load_format is {config.load_format!r}, which has no weights of a vision tower"
-    if model.weight_format is not None:
-        return "the checkpoint's weights are quantised, and its vision tower is read only as transformers saves it"
+    if model.weight_format is not None and (narrow := _quantised_tensor(config.model, model)) is not None:
+        name, dtype = narrow
+        return (
+            f"the vision tower is quantised, too: its tensor {name} is stored as {dtype}; use a checkpoint whose tower "
+            "is left as it was"
+        )
     if not any((config.model / name).is_file() for name in _PROCESSORS):
         return f"the model has no {_PROCESSORS[0]}, which says how images are prepared"
     return why_lacking()
+
+
+def _tensors(directory: Path, model: ModelConfig) -> Iterator[tuple[str, TensorEntry]]:
+    """The tensors of a checkpoint's tower."""
+    from ..model.checkpoints.checkpoint import Checkpoint
+    from .tower_adapter import CheckpointTower
+
+    assert model.vision is not None, "the model sees"
+    tower, checkpoint = CheckpointTower(directory, model.architecture, model.vision), Checkpoint(directory)
+    return ((name, checkpoint[name]) for name in checkpoint.names() if tower.has(name))
+
+
+def _quantised_tensor(directory: Path, model: ModelConfig) -> tuple[str, str] | None:
+    """A tensor of the tower that a checkpoint stores in fewer bits, and its dtype; None if it has none."""
+    for name, entry in _tensors(directory, model):
+        if not entry.is_plain and entry.dtype != "I64":  # which is of indices
+            return name, entry.dtype
+    return None
+
+
+def tower_bytes(directory: Path, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a tower's weights."""
+    return sum(math.prod(entry.shape) for _, entry in _tensors(directory, model)) * dtype.itemsize
 
 
 def with_tower(config: EngineConfig, model: ModelConfig) -> ModelConfig:
@@ -56,8 +87,8 @@ def with_tower(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     from .tower_adapter import CheckpointTower
 
     assert model.vision is not None, "the model sees"
-    added = range(model.num_media_additions)
-    layers = tuple(replace(each, media_part=at + 1) if at in added else each for at, each in enumerate(model.layers))
+    parts = {layer: part for part, layer in enumerate(model.media_layers, 1)}
+    layers = tuple(replace(each, media_part=parts.get(at, 0)) for at, each in enumerate(model.layers))
     if model.image_blocks is not None:
         layers = tuple(_with_blocks(each, model.image_blocks, model.vision) for each in layers)
     return replace(model, layers=layers, tower=CheckpointTower(config.model, model.architecture, model.vision))
@@ -75,13 +106,13 @@ def _with_blocks(layer: LayerSpec, blocks: Blocks, vision: VisionSpec) -> LayerS
 class CheckpointRows:
     """A checkpoint's image processor and tower; see `RowMaker`."""
 
-    def __init__(self, directory: Path, model: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         from .processor import ImageProcessor
         from .tower import Tower
 
         assert model.vision is not None, "the model sees"
         self._processor = ImageProcessor(directory)
-        self._tower = Tower(directory, model.architecture, model.vision, dtype)
+        self._tower = Tower(directory, model.architecture, model.vision, dtype, device)
         self._factor = model.embedding_factor(dtype) if model.scales_image_rows else 1.0
 
     def prepare(self, item: MediaItem) -> Prepared:
@@ -98,13 +129,13 @@ class CheckpointRows:
 
 
 def open_encoder(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, wake: Callable[[], None]
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, wake: Callable[[], None], device: torch.device
 ) -> ImageEncoder:
-    """The encoder of a model whose images are served; it reads the tower with the first image."""
+    """The encoder of a model whose images are served; it reads the tower with the first image. device: the tower's."""
     from .encoder import ImageEncoder
 
     return ImageEncoder(
-        lambda: CheckpointRows(config.model, model, dtype),
+        lambda: CheckpointRows(config.model, model, dtype, device),
         config.encoder_cache_bytes,
         config.encoder_threads,
         wake,

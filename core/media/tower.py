@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,19 @@ from .linear import TowerChanges, make_adaptable
 class Tower:
     """Makes rows of an image, for one adapter at a time. Not safe to use from several threads at once."""
 
-    def __init__(self, directory: Path, architecture: str, spec: VisionSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        architecture: str,
+        spec: VisionSpec,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Read the tower of a checkpoint. Raises ValueError if it lacks any of the tower's tensors."""
-        self._spec, self._dtype = spec, dtype
+        self._spec, self._dtype, self._device = spec, dtype, torch.device(device)
         whole = _without_text(directory, architecture, spec, dtype)
-        self._base: Any = whole.model
+        self._base: Any = whole.model.to(self._device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._adaptable = {}
         for name in spec.modules:
             inner = make_adaptable(getattr(self._base, name))
@@ -33,15 +41,17 @@ class Tower:
         self._matrices = {each.rpartition(".")[0]: each for each in spec.matrices}
 
     def encode(self, tensors: Mapping[str, torch.Tensor], changes: TowerChanges | None = None) -> torch.Tensor:
-        """The rows `[rows, parts · hidden]` of one image: see `MediaRows`. tensors: of the image processor. changes: an
-        adapter's.
+        """The rows `[rows, parts · hidden]` of one image, in host memory: see `MediaRows`. tensors: of the image
+        processor. changes: an adapter's.
+
+        On a GPU it runs on a stream of its own, beside steps.
         """
         given = {name: tensors[name] for name in self._spec.arguments if name in tensors}
         given = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in given.items()}
-        with torch.inference_mode(), self._changed(changes):
-            found = self._base.get_image_features(**given)
-            parts = [found.pooler_output, *(found.deepstack_features if self._spec.additions else ())]
-            return torch.cat([_rows(each) for each in parts], 1)
+        beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), beside, self._changed(changes):
+            found = self._base.get_image_features(**{name: value.to(self._device) for name, value in given.items()})
+            return rows_of(found, self._spec).cpu()
 
     @contextmanager
     def _changed(self, changes: TowerChanges | None) -> Iterator[None]:
@@ -55,17 +65,28 @@ class Tower:
         adapted = [name for name in changes.modules if name not in self._matrices]
         try:
             for name in adapted:
-                self._adaptable[name].change = changes.modules[name].to(self._dtype)
+                self._adaptable[name].change = changes.modules[name].to(self._dtype, self._device)
             for name, value in changes.copies.items():
-                own[name].data = value.to(self._dtype)
+                own[name].data = value.to(self._device, self._dtype)
             for name, change in matrices.items():
-                own[name].data = own[name].data + change.to(self._dtype).delta
+                own[name].data = own[name].data + change.to(self._dtype, self._device).delta
             yield
         finally:
             for name in adapted:
                 self._adaptable[name].change = None
             for name, value in kept.items():
                 own[name].data = value
+
+
+def rows_of(found: Any, spec: VisionSpec) -> torch.Tensor:
+    """Rows `[rows, parts · hidden]` of what `get_image_features` returns: see `MediaRows`."""
+    if not spec.has_layers:
+        parts = [found.pooler_output, *(found.deepstack_features if spec.additions else ())]
+        return torch.cat([_rows(each) for each in parts], 1)
+    by_layer = {layer: _rows(features) for layer, features in found.deepstack_features}
+    first = by_layer.pop(0, None)
+    added = [by_layer[layer] for layer in sorted(by_layer)]
+    return torch.cat([torch.zeros_like(added[0]) if first is None else first, *added], 1)
 
 
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -86,6 +107,7 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _leave_out_text(config)
+    _leave_out_quantisation(config)
     kind = getattr(transformers, architecture)
     with _quiet():
         whole, info = kind.from_pretrained(
@@ -117,6 +139,13 @@ def _leave_out_text(config: Any) -> None:
         text.num_kv_shared_layers = 0
     if getattr(config, "audio_config", None) is not None:
         config.audio_config = None
+
+
+def _leave_out_quantisation(config: Any) -> None:
+    """Have a configuration describe plain weights, as those of the tower are."""
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            part.__dict__.pop(name, None)
 
 
 @contextmanager

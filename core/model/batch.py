@@ -184,6 +184,11 @@ class StepBatch(Generic[P, L]):
     axes: AxisPositions | None = None
     """None: each token has one position on all axes."""
 
+    def look_up(self, token: int | None) -> None:
+        """Have this token stand at rows of images, whose embeddings these are; None: the placeholder stays."""
+        if self.media is not None and token is not None:
+            self.token_ids[self.media.places] = token
+
 
 def media_rows(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> MediaRows | None:
     """The rows of images at the positions that sequences compute. begins: index of each one's first token."""
@@ -215,6 +220,11 @@ def _by_axes(rows: Sequence[ScheduledSequence], begins: Sequence[int], positions
     if not found:
         return None
     return AxisPositions(torch.tensor(places), torch.from_numpy(np.concatenate(found, axis=1)))
+
+
+def position_shifts(rows: Sequence[ScheduledSequence]) -> list[int]:
+    """What the position of each token differs by from its place in its sequence, in a step without rows of images."""
+    return [shift for row in rows for shift in [row.position_shift] * len(row.tokens)]
 
 
 def _blocks(rows: Sequence[ScheduledSequence]) -> BlockSpans | None:

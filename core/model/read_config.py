@@ -12,7 +12,7 @@ from ...memory.files.tokens.base_tokens import BaseTokens
 from ..requests.blocks import Blocks
 from .checkpoints.quantization.registry import read_format
 from .config_json import ConfigJson
-from .families import FAMILIES, OF_TYPES
+from .families import FAMILIES, OF_TYPES, UNSERVED
 from .specs.config import ModelConfig, UnsupportedModel
 from .specs.family import NULLS, Family
 from .specs.tensor_names import LLAMA_TENSORS
@@ -39,9 +39,9 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     if kind == CLASSIFIER and (raw.has("classifier_from_token") or raw.has("is_original_qwen3_reranker")):
         kind = ""  # a generator, whose output projection scores
     if family is None:
-        raise UnsupportedModel(
-            f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
-        )
+        why = UNSERVED.get(architecture)
+        more = f"; supported: {', '.join(FAMILIES)}" if why is None else f": {why}"
+        raise UnsupportedModel(f"{raw.path}: architecture {architecture} is not supported{more}")
     text = raw
     for name in family.text_part.split("."):
         text = text.text_part(name, has_head=name == family.head_part)
@@ -63,8 +63,9 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         tensors=family.tensors if model.tensors is LLAMA_TENSORS else model.tensors,
         weight_format=weight_format,
         vision=family.vision,
+        why_text_alone=family.why_text_alone,
         image_token=_image_token(raw, family.vision),
-        num_media_additions=_num_additions(raw, family.vision),
+        media_layers=_media_layers(raw, family.vision),
         image_blocks=_blocks(text, family.vision),
         image_lookup=text.integer("pad_token_id", 0, least=0) if family.vision and family.vision.pads_lookups else None,
     )
@@ -86,13 +87,21 @@ def _read(family: Family, fields: ConfigJson) -> ModelConfig:
     return family.read(fields)
 
 
-def _num_additions(raw: ConfigJson, vision: VisionSpec | None) -> int:
-    """See `VisionSpec.additions`."""
-    if vision is None or not vision.additions:
-        return 0
+def _media_layers(raw: ConfigJson, vision: VisionSpec | None) -> tuple[int, ...]:
+    """See `VisionSpec.additions` and `VisionSpec.has_layers`."""
+    if vision is None:
+        return ()
+    if vision.has_layers:
+        pairs = raw.raw.get("deepstack_layer_map") or ()
+        before = [*(each[-1] for each in pairs), *(raw.raw.get("spatial_target_layers") or (12, 15, 18, 21))]
+        if not all(isinstance(layer, int) and layer >= 0 for layer in before):
+            raise raw.refuse("deepstack_layer_map", "pairs of layers are needed, and layers in spatial_target_layers")
+        return tuple(layer - 1 for layer in sorted({*before}) if layer)
+    if not vision.additions:
+        return ()
     own = raw.object("vision_config")
     named = own is not None and own.has("deepstack_visual_indexes")
-    return len(own.indices("deepstack_visual_indexes") if own is not None and named else vision.additions)
+    return tuple(range(len(own.indices("deepstack_visual_indexes") if own is not None and named else vision.additions)))
 
 
 def _blocks(text: ConfigJson, vision: VisionSpec | None) -> Blocks | None:

@@ -1,21 +1,26 @@
-"""A step's plan as plain data, so that it can be sent to another process as JSON or msgpack.
+"""A step's plan as plain data, so that it can be sent to another process as JSON or, with images, as msgpack.
 
 Tests: tests/core/test_moving.py, tests/core/executors/test_ranks.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.states import StateSlots
+from .blocks import PromptBlocks
 from .grammar import Grammar
+from .media import MediaItem
 from .request_params import RequestParams
 from .types import ScheduledSequence, StepPlan
 
-VERSION = 11
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 12
 
 _PARAMS = tuple(one.name for one in fields(RequestParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
@@ -70,7 +75,47 @@ def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
         "drafts": sequence.drafts,
         "states": _states_to_wire(sequence),
         "state_drafts": 0 if sequence.states is None else sequence.states.accepted,
+        "media": _media_to_wire(sequence),
+        "blocks": [sequence.blocks.prompt, [list(span) for span in sequence.blocks.spans]],
     }
+
+
+def _media_to_wire(sequence: ScheduledSequence) -> list[dict[str, Any]]:
+    """The images of the sequence's prompt without their files, and those of their rows that the step takes."""
+    found = []
+    for item, encoded in zip(sequence.media, sequence.media_rows, strict=True):
+        places = list(item.places(sequence.start, sequence.kv_len))
+        first, count = (places[0][1], sum(each for *_, each in places)) if places else (0, 0)
+        rows = encoded[first : first + count].float().cpu().numpy().tobytes() if places else b""  # exactly as they are
+        runs = [list(run) for run in item.runs]
+        found.append({"runs": runs, "grid": list(item.grid), "first": first, "count": count, "rows": rows})
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of an image, which stand for all of them."""
+
+    first: int
+    """The first one's number."""
+    rows: torch.Tensor
+
+    def __getitem__(self, wanted: slice) -> torch.Tensor:
+        return self.rows[wanted.start - self.first : wanted.stop - self.first]
+
+
+def _media_from_wire(media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """See `_media_to_wire`."""
+    if not media:
+        return {}
+    import torch  # a simulation has none
+
+    items, rows = list[MediaItem](), list[_Rows | None]()
+    for each in media:
+        items.append(MediaItem(b"", "", tuple((first, count) for first, count in each["runs"]), tuple(each["grid"])))
+        values = torch.frombuffer(bytearray(each["rows"]), dtype=torch.float32) if each["count"] else None
+        rows.append(None if values is None else _Rows(each["first"], values.view(each["count"], -1)))
+    return {"media": items, "media_rows": rows}
 
 
 def _states_to_wire(sequence: ScheduledSequence) -> list[list[int]] | None:
@@ -92,6 +137,9 @@ def _sequence_from_wire(sequence: Mapping[str, Any]) -> ScheduledSequence:
     values = dict[str, Any](sequence)
     slots, accepted = values["states"], values.pop("state_drafts")
     values["states"] = None if slots is None else StateSlots(slots, accepted=accepted)
+    prompt, spans = values["blocks"]
+    values["blocks"] = PromptBlocks(tuple((first, end) for first, end in spans), prompt)
+    values |= _media_from_wire(values.pop("media"))
     if "params" not in values:
         return ScheduledSequence(**values, params=RequestParams(), seed=0, token_ids=[], num_prompt_tokens=0)
     values["params"] = params_from_wire(values["params"])

@@ -88,23 +88,26 @@ class RotaryEmbedding:
         axes: Sequence[int] = (),
     ) -> None:
         """factor: of cos and sin. axes: of each rotated element, see `rows_of_axes`; empty: positions have one."""
-        self._axes = torch.tensor(axes, dtype=torch.long)
+        self._axes = torch.tensor(axes, dtype=torch.long, device=device)
         cos, sin = rotary_table(inv_freq, num_positions, factor=factor, interleaved=interleaved)
         self._cos, self._sin = cos.to(device, dtype), sin.to(device, dtype)
         self._interleaved = interleaved
 
     def at(self, positions: torch.Tensor, axes: tuple[torch.Tensor, torch.Tensor] | None = None) -> Rotation:
-        """positions: `[tokens]` int64. Gathered once a step on a CPU; a GPU's kernels find the rows themselves.
+        """positions: `[tokens]` int64. Gathered once a step on a CPU; a GPU's kernels find the rows themselves, unless
+        the step has tokens on axes.
 
-        axes: indices of tokens whose positions differ between axes, and these positions `[axes, tokens]`; on a CPU.
+        axes: indices of tokens whose positions differ between axes, and these positions `[axes, tokens]`.
         """
-        if _uses_kernels(positions):
+        has_axes = axes is not None and len(self._axes)
+        if _uses_kernels(positions) and not has_axes:
             return Rotation(self._cos, self._sin, positions, self._interleaved)
         cos, sin = self._cos[positions], self._sin[positions]
-        if axes is not None and len(self._axes):
+        if axes is not None and has_axes:
             places, own = axes
             cos[places], sin[places] = (rows_of_axes(table, self._axes, own) for table in (self._cos, self._sin))
-        return Rotation(cos, sin, None, self._interleaved)
+        rows = torch.arange(len(positions), device=positions.device) if _uses_kernels(positions) else None
+        return Rotation(cos, sin, rows, self._interleaved)
 
 
 def rotary_table(
@@ -122,7 +125,7 @@ def rows_of_axes(table: torch.Tensor, axes: torch.Tensor, positions: torch.Tenso
     table: `[positions, dim]`, of `rotary_table`. axes: `[dim]` int64, the axis of each element. positions: `[axes,
     tokens]` int64.
     """
-    return table[positions[axes], torch.arange(len(axes))[:, None]].T
+    return table[positions[axes], torch.arange(len(axes), device=table.device)[:, None]].T
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

@@ -78,7 +78,7 @@ def image_of(part: Mapping[str, Any]) -> ImageFile | ImageUrl:
         raise ValueError(f"has detail {shown}: images are prepared as the model's processor says; send a smaller one")
     if not isinstance(url, str):
         raise ValueError("has no image_url; send a data URL")
-    return _of_url(url)
+    return of_url(url)
 
 
 def _of_source(source: Any) -> ImageFile | ImageUrl:
@@ -86,13 +86,14 @@ def _of_source(source: Any) -> ImageFile | ImageUrl:
     if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
         raise ValueError("needs a source of type base64, with media_type and data, or of type url")
     if source["type"] == "url":
-        return _of_url(str(source.get("url")))
+        return of_url(str(source.get("url")))
     if not isinstance(data := source.get("data"), str):
         raise ValueError("has no data in its source; send base64")
     return _of_base64(data)
 
 
-def _of_url(url: str) -> ImageFile | ImageUrl:
+def of_url(url: str) -> ImageFile | ImageUrl:
+    """The file of a data URL, or where an image is. Raises ValueError, as `image_of` does."""
     if match := _DATA_URL.match(url):
         return _of_base64(url[match.end() :])
     scheme = url.partition(":")[0].lower()[:16] if ":" in url[:20] else ""

@@ -83,11 +83,10 @@ class RequestImages:
         if model.why_blind is not None:
             name = images[0][0]
             raise InvalidRequest(name, f"{name} is an image, and images are not served: {model.why_blind}")
-        if len(images) > self.most:
-            name = images[self.most][0]
-            raise InvalidRequest(
-                name, f"{name} is image {self.most + 1}, at most {self.most} are taken in a request; send fewer"
-            )
+        most = self.most if model.most_images is None else min(self.most, model.most_images)
+        if len(images) > most:
+            name = images[most][0]
+            raise InvalidRequest(name, f"{name} is image {most + 1}, at most {most} are taken in a request; send fewer")
         room, settings = Room(self.most_bytes), await self._threads.run(self._checked, asked or {})
         held = Held(self.files, tenant)
         try:

@@ -114,8 +114,13 @@ def _images(directory: Path, model: ModelConfig) -> list[str]:
 
     if model.vision is None or model.image_token is None:
         return []
-    why = why_blind(EngineConfig(model=directory), model, on_gpu=False)
-    return [f"images: {f'not served: {why}' if why else 'served on CPUs, with adapters of the vision tower'}"]
+    config = EngineConfig(model=directory)
+    if why := why_blind(config, model, on_gpu=False):
+        return [f"images: not served: {why}"]
+    where = (
+        "on CPUs, and on GPUs with --attention torch" if why_blind(config, model, on_gpu=True) else "on CPUs and GPUs"
+    )
+    return [f"images: served {where}, with adapters of the vision tower"]
 
 
 def described(directory: Path) -> list[str]:

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.base_name import names_of, with_base
+from ...core.executors.choice import uses_gpu
+from ...core.media.lacking import why_lacking
+from ...core.media.serving import why_blind, with_tower
 from ...core.model.read_config import read_model_config
 from ...core.quarantine import register_directories
 from ...core.requests.record import to_record
@@ -48,11 +51,13 @@ from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
 from .router import Estimates, Policy
+from .wire import MAX_FILES
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
     from ...core.executors.base import ModelInfo
     from ...core.kv_events import KvEvents
+    from ...core.model.specs.config import ModelConfig
     from ...core.requests.request import Request
     from ...memory.host.image import HostImage
     from ..settings import Settings
@@ -110,7 +115,7 @@ class ClusterWorker:
             self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter)
             self._follow = partial(registered.follow, registry)
         self._has_copy = registry is None  # names in the registry
-        self._config = read_model_config(settings.model, settings.tokenizer)
+        self._config = _with_tower(settings)
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
         self._change = threading.Condition()
@@ -236,6 +241,9 @@ class ClusterWorker:
     ) -> Future[None]:
         if self.failure is not None:
             return failed(EngineUnavailable(self.failure))
+        if (held := sum(len(item.data) for item in request.media)) > MAX_FILES:
+            limit = f"replicas take {MAX_FILES} bytes of images in a request"
+            return failed(InvalidRequest("messages", f"{limit}, and these have {held}; send fewer, or smaller ones"))
         accepted: Future[None] = Future()
         if request.adapter_name is None:
             self._add(request, None, on_output, loop, accepted)
@@ -330,8 +338,8 @@ class ClusterWorker:
 
     def on_up(self, link: Link) -> None:
         if link.hello is not None:
-            hello = link.hello
-            self._model = replace(hello.model, speculates=hello.speculates, limits=hello.limits)
+            told = link.hello.model_info
+            self._model = replace(told, why_blind=told.why_blind or why_lacking())  # images are prepared here
         self.control.on_up(link)
         self.dispatcher.on_up(link)
 
@@ -476,3 +484,11 @@ class ClusterWorker:
         except RuntimeError:
             result.set_result(otherwise)
         return result
+
+
+def _with_tower(settings: Settings) -> ModelConfig:
+    """The model as replicas have it, so that they and this process read an adapter alike."""
+    config, model = settings.engine_config(), read_model_config(settings.model, settings.tokenizer)
+    if model.vision is None:
+        return model
+    return model if why_blind(config, model, on_gpu=uses_gpu(config.device)) else with_tower(config, model)

@@ -22,6 +22,10 @@ from .wire import Frame, Malformed, WireError
 
 log = logging.getLogger(__name__)
 
+MOST_BEHIND = 16 << 20
+"""Unread bytes of a replica that is sent no images: with a frame of the largest size, it is far from
+`stream.MAX_UNSENT_BYTES`, at which it counts as stuck."""
+
 
 class LinkEvents(Protocol):
     """Notifications of a link, on its loop."""
@@ -70,6 +74,11 @@ class Link:
     @property
     def is_up(self) -> bool:
         return self.hello is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """True while it has yet to read so much that files of images should wait."""
+        return self._stream is not None and self._stream.unsent > MOST_BEHIND
 
     @property
     def takes_requests(self) -> bool:

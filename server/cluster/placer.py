@@ -1,7 +1,8 @@
 """The placer of an API server: chooses a replica for each request, or lets it wait.
 
 A request waits while no replica may take it: none is connected, none has its adapter yet, none is of the kind that
-sampled its tokens, or the policy defers it; later requests then wait, too.
+sampled its tokens, or the policy defers it; later requests then wait, too. One with images also waits while its replica
+has yet to read others'.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Placer:
                 self._is_held = True
                 return
             target = links[index]
+        if request.record.get("media") and target.is_behind:  # the next report places it
+            return
         self._fleet.prefixes.note(target.name, runs)
         attempt = self._in_flight.place(request, target.name, target.identity)
         request.record["age"] = self._clock() - request.arrival

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -18,6 +18,7 @@ from ...core.expert_share import share_of_experts
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.model.checkpoints.quantization.registry import FILES as QUANTIZATION_FILES
 from ...core.model.read_config import read_model_config
+from ...core.requests.blocks import Blocks
 from ...memory.adapters.adapter_costs import AdapterCost
 from ..version import VERSION
 from .wire import Malformed
@@ -145,6 +146,24 @@ class Hello(Told):
     """Of a page, so that host memory of cached prefixes can be counted in tokens; 0 from earlier versions."""
     kv_folder: str = ""
     """Equal for replicas that find each other's cached prefixes in files; empty without such a folder."""
+    why_blind: str | None = "its replicas are of an earlier version"
+    """See `ModelInfo`, as of the next three."""
+    image_token: int | None = None
+    image_blocks: Blocks | None = None
+    most_images: int | None = None
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """All that it tells of the model."""
+        return replace(
+            self.model,
+            speculates=self.speculates,
+            limits=self.limits,
+            why_blind=self.why_blind,
+            image_token=self.image_token,
+            image_blocks=self.image_blocks,
+            most_images=self.most_images,
+        )
 
     @classmethod
     def of(cls, engine: Engine, pid: int) -> Hello:
@@ -162,6 +181,10 @@ class Hello(Told):
             limits=engine.model.limits,
             page_bytes=engine.executor.layout.page_bytes,
             kv_folder="" if engine.disk is None else engine.disk.shared_name,
+            why_blind=engine.model.why_blind,
+            image_token=engine.model.image_token,
+            image_blocks=engine.model.image_blocks,
+            most_images=engine.model.most_images,
         )
 
 

@@ -88,9 +88,14 @@ class FrameStream:
 
     def send(self, kind: str, *fields: Any) -> None:
         """Queue a frame; to a dead peer it is lost. Raises PeerStuck if too much waits, and FrameTooLarge."""
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if self.unsent > MAX_UNSENT_BYTES:
             raise PeerStuck(f"the peer has left {MAX_UNSENT_BYTES} bytes unread")
         self._writer.write(self._out.frame(kind, *fields))
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait for the peer to read others."""
+        return self._writer.transport.get_write_buffer_size()
 
     async def drain(self) -> None:
         """Wait until the peer has read most of the frames sent to it."""

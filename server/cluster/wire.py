@@ -19,6 +19,9 @@ VERSION = 2
 MAX_BYTES = 64 << 20
 """Largest payload: prompt log-probabilities of a long prompt, with 20 alternatives each, take half of it."""
 
+MAX_FILES = MAX_BYTES // 2
+"""Bytes of a request's images, which are in one frame with its prompt."""
+
 _HEADER = struct.Struct(">2sBII")
 _SEQUENCES = 1 << 32
 

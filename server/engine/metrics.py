@@ -251,7 +251,8 @@ class _EngineCollector(Collector):
         eager = (
             "Steps on a GPU that ran eagerly, without CUDA graphs. off: graphs are off, or attention has none; "
             "tokens: more tokens than mixed_graph_tokens; tiles: adapters of many parts; offload: CPU LoRA offload; "
-            "experts: prompts of adapters on mixtures of experts; latents: adapters on `kv_b_proj`"
+            "experts: prompts of adapters on mixtures of experts; latents: adapters on `kv_b_proj`; images: prompts' "
+            "images"
         )
         yield with_samples(
             CounterMetricFamily("chorus_steps_eager", eager, labels=("reason",)),

@@ -13,7 +13,9 @@ from typing import Any
 from ...core.media.images import BadImage, check_size, encoded
 from ...core.media.lacking import why_lacking
 from ...core.requests.request_params import InvalidRequest
-from ..api.image_parts import ImageFile
+from ..api.image_parts import ImageFile, ImageUrl, of_url
+
+_URLS = ("http://", "https://", "data:")
 
 _GIVEN = ("image", "image_pil", "path", "url")
 """Fields of a part that may have the image, as in Hugging Face's and vLLM's messages."""
@@ -50,16 +52,18 @@ def _part(part: Any, where: str) -> Any:
         raise InvalidRequest(where, f"{where}: the image can't be read: {error.strerror}") from None
     except TypeError as error:
         raise InvalidRequest(where, f"{where}: {error}") from None
+    except ValueError as error:
+        raise InvalidRequest(where, f"{where} {error}") from None
 
 
-def _file(name: str, value: Any) -> ImageFile:
-    """Raises BadImage, OSError, or TypeError for what is no image."""
-    if isinstance(value, ImageFile):
+def _file(name: str, value: Any) -> ImageFile | ImageUrl:
+    """Raises BadImage, OSError, TypeError for what is no image, or ValueError for a URL that is none of an image."""
+    if isinstance(value, ImageFile | ImageUrl):
         return value
     if isinstance(value, bytes):
         return ImageFile(value)
-    if name == "url" or (isinstance(value, str) and value.startswith(("http://", "https://"))):
-        raise TypeError("URLs are not fetched; give a path, bytes or a PIL image")
+    if isinstance(value, str) and (name == "url" or value.startswith(_URLS)):
+        return of_url(value)
     if isinstance(value, str | os.PathLike):
         path = Path(value)
         check_size(path.stat().st_size)

@@ -320,3 +320,8 @@ class Options(TypedDict, total=False):
     """Maximum bytes of fetched adapters; the least recently used are removed first. Default: 20GiB."""
     lora_modules: Sequence[str | dict[str, str] | tuple[str, str | Path]] | str
     """Adapter to serve from anywhere on this machine, as NAME=DIR."""
+    allowed_media_domains: Sequence[str] | str
+    """Comma-separated domains that images of requests may be fetched from by URL: images.example, *.images.example,
+    http://files:9000 for one without TLS, and private addresses or networks such as 10.1.0.0/16 that names may lead
+    to; redirects are not followed; default: none.
+    """

@@ -30,6 +30,7 @@ OPTIONS = frozenset(
         "adapter_source_hosts",
         "adapter_source_seconds",
         "adapter_uploads",
+        "allowed_media_domains",
         "config",
         "generation_config",
         "adapter_chat_templates",

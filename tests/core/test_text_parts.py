@@ -223,6 +223,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "DeepseekVLForConditionalGeneration": ("DeepseekVLConfig", {"model_type": "llama"}, SIGLIP),
     "DeepseekVLHybridForConditionalGeneration": ("DeepseekVLHybridConfig", {"model_type": "llama"}, SIGLIP),
+    "Granite4VisionForConditionalGeneration": (
+        "Granite4VisionConfig",
+        {"model_type": "granite4_vision_text", "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+         "logits_scaling": 2.0, "attention_multiplier": 0.2},
+        {**SIGLIP, "hidden_size": 64},
+    ),
     "JanusForConditionalGeneration": (
         "JanusConfig",
         {"model_type": "llama"},
@@ -256,6 +262,10 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "high_res_vision_config": {"model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 32,
                                    "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64,
                                    "global_attn_indexes": [0], "window_size": 2},
+    },
+    "Granite4VisionForConditionalGeneration": {
+        "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1, 1, 2, 2],
+        "qformer_config": {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 32},
     },
     "Ovis2ForConditionalGeneration": {"vocab_size": 150, "hidden_size": 64},  # of its head, until it is tied
     "Qwen2_5OmniThinkerForConditionalGeneration": {"audio_config": {**EARS, "n_window": 4}},

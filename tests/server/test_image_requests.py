@@ -101,7 +101,9 @@ def test_the_server_tells_that_it_sees(live: Live) -> None:
 
 def test_a_checkpoint_is_said_to_see(reference: Reference, tmp_path: Path) -> None:
     (line,) = [each for each in described(reference.path) if each.startswith("images:")]
-    assert line == "images: served on CPUs, with adapters of the vision tower"
+    assert line == "images: served on CPUs and GPUs, with adapters of the vision tower"
+    (line,) = [each for each in described(tiny("gemma3")) if each.startswith("images:")]
+    assert line == "images: served on CPUs, and on GPUs with --attention torch, with adapters of the vision tower"
     shutil.copy(reference.path / "config.json", tmp_path)
     (line,) = [each for each in described(tmp_path) if each.startswith("images:")]
     assert "not served: the model has no preprocessor_config.json" in line
@@ -332,16 +334,38 @@ def test_a_program_gives_pil_images_paths_and_bytes(reference: Reference, tmp_pa
             {"type": "image", "image": path.read_bytes()},
             {"type": "image", "path": str(path)},
             {"type": "image_url", "image_url": {"url": url_of(image)}},
+            {"type": "image", "url": url_of(image)},
         ):
             told = llm.chat([{"role": "user", "content": [part, HI]}], params, "text")
             assert list(told.token_ids) == answer
         for part, why in (
             ({"type": "image", "path": str(tmp_path / "none.png")}, "can't be read"),
-            ({"type": "image", "url": "http://127.0.0.1/a.png"}, "not fetched"),
+            ({"type": "image", "url": "http://127.0.0.1/a.png"}, r"fetches none \(allowed_media_domains\)"),
+            ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, "allowed_media_domains"),
+            ({"type": "image", "url": "file:///etc/passwd"}, "no data URL"),
             ({"type": "image"}, "has nothing"),
         ):
             with pytest.raises(InvalidRequest, match=why):
                 llm.chat([{"role": "user", "content": [part, HI]}], params)
+
+
+def test_a_program_names_images_by_urls_of_domains_that_it_allows(reference: Reference, host: StoreServer) -> None:
+    image = picture((40, 60), "green")
+    host.paths["/b.png"] = base64.b64decode(file_of(image))
+    _, answer = wanted(reference, "text", [{"role": "user", "content": [SEEN, HI]}], [image])
+    params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"memory_bytes": 64 << 20, "cpu_kernels": "torch", "dtype": "float32", "device": "cpu"}
+    options["allowed_media_domains"] = [host.url]
+    with LLM(tiny("smolvlm"), adapters=reference.path / "adapters", **options) as llm:
+        for part in (
+            {"type": "image", "url": f"{host.url}/b.png"},
+            {"type": "image", "image": f"{host.url}/b.png"},
+            {"type": "image_url", "image_url": {"url": f"{host.url}/b.png"}},
+        ):
+            assert list(llm.chat([{"role": "user", "content": [part, HI]}], params, "text").token_ids) == answer
+        for url, why in (("http://127.0.0.1:9/b.png", "does not fetch from"), (f"{host.url}/none.png", "answers 404")):
+            with pytest.raises(InvalidRequest, match=why):
+                llm.chat([{"role": "user", "content": [{"type": "image", "url": url}, HI]}], params)
 
 
 def test_images_on_axes_over_http() -> None:

@@ -178,6 +178,7 @@ ALL: tuple[Family, ...] = (
     kimi_linear.KIMI_LINEAR,
     seeing.LLAVA,
     seeing.LLAVA_NEXT,
+    seeing.GRANITE_4_VISION,
     seeing.LLAVA_NEXT_VIDEO,
     seeing.LLAVA_ONEVISION,
     seeing.INTERNVL,
@@ -206,6 +207,12 @@ ALL: tuple[Family, ...] = (
     glm.GLM_OCR,
     ernie.PADDLEOCR_VL,
 )
+
+UNSERVED = {
+    "Ernie4_5_VLMoeForConditionalGeneration": "tokens of images go to experts of their own",
+    "MllamaForConditionalGeneration": "its layers attend to images across, not as tokens of the prompt",
+}
+"""Architectures that people ask for, and what they need that is not computed here."""
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
 """A checkpoint's architecture → its family."""

@@ -54,6 +54,7 @@ TEXTS = {
     "gemma2": gemma_2.GEMMA_2,
     "gemma3_text": gemma_3.GEMMA_3_TEXT,
     "granite": granite.GRANITE,
+    "granite4_vision_text": granite.GRANITE,
     "phi3": phi.PHI_3,
     "smollm3": smollm3.SMOLLM3,
     "olmo2": olmo.OLMO_2,
@@ -79,6 +80,8 @@ _TENSORS = replace(
             for outer in ("", "model.")
             for part in (
                 "image_newline",
+                "layerwise_projectors.",
+                "spatial_projectors.",
                 "vision_model.",
                 "vision_encoder.",
                 "vision_projection.",
@@ -101,9 +104,12 @@ _TENSORS = replace(
 )
 
 
-def _reader(default: str, left_out: tuple[str, ...] = ()) -> Callable[[ConfigJson], ModelConfig]:
+def _reader(
+    default: str, left_out: tuple[str, ...] = (), *, scales_logits: bool = False
+) -> Callable[[ConfigJson], ModelConfig]:
     """default: the type of a text part that names none. left_out: fields of it that say how images are seen. In
-    transformers, these models neither scale nor cap logits, even if their text part does so alone.
+    transformers, these models neither scale nor cap logits, even if their text part does so alone; scales_logits: but
+    for this one.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
@@ -115,9 +121,15 @@ def _reader(default: str, left_out: tuple[str, ...] = ()) -> Callable[[ConfigJso
             fields = fields.without(each)
         model = family.read(fields.with_nulls(NULLS | {*family.nulls}))
         tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors)
-        return replace(model, logits_scale=1.0, logits_softcap=None, tensors=tensors)
+        model = replace(model, tensors=tensors)
+        return model if scales_logits else replace(model, logits_scale=1.0, logits_softcap=None)
 
     return read
+
+
+def _read_granite_4(fields: ConfigJson) -> ModelConfig:
+    """Rows of images are added to embeddings that have been scaled."""
+    return replace(_reader("granite4_vision_text", scales_logits=True)(fields), scales_image_rows=False)
 
 
 def _beside_vision(own: TensorNames) -> TensorNames:
@@ -135,12 +147,14 @@ def _family(
     tied: bool = False,
     notes: str = "",
     vision: VisionSpec | None = None,
+    why_text_alone: str = "",
 ) -> Family:
     """text: see `_reader`. tied: whether embeddings are, where no field says so."""
     defaults = {"tie_word_embeddings": tied}
     title = title if vision else f"{title} (text)"
     notes = notes or (SEES if vision else "text only")
-    return Family(title, architectures, _reader(text), defaults, _TENSORS, notes=notes, vision=vision)
+    more = {"notes": notes, "vision": vision, "why_text_alone": why_text_alone}
+    return Family(title, architectures, _reader(text), defaults, _TENSORS, **more)
 
 
 LLAVA = _family(
@@ -152,8 +166,31 @@ LLAVA_NEXT = _family(
     text="llama",
     vision=replace(PROJECTED, token=32000, parameters=("image_newline",)),
 )
+GRANITE_4_VISION = replace(
+    _family(
+        "Granite 4 Vision",
+        "Granite4VisionForConditionalGeneration",
+        text="granite4_vision_text",
+        vision=VisionSpec(
+            ("vision_tower", "layerwise_projectors", "spatial_projectors"),
+            ("pixel_values", "image_sizes"),
+            copied=("out_linear",),
+            token=32000,
+            parameters=("image_newline",),
+            unused=("vision_tower.head",),
+            has_layers=True,
+        ),
+    ),
+    read=_read_granite_4,
+)
 LLAVA_NEXT_VIDEO = _family("LLaVA-NeXT-Video", "LlavaNextVideoForConditionalGeneration", text="llama")
-LLAVA_ONEVISION = _family("LLaVA-OneVision", "LlavaOnevisionForConditionalGeneration", text="qwen2")
+LLAVA_ONEVISION = _family(
+    "LLaVA-OneVision",
+    "LlavaOnevisionForConditionalGeneration",
+    text="qwen2",
+    notes="text and one image; no video",
+    vision=replace(PROJECTED, token=151646, parameters=("image_newline",), most_images=1),
+)
 INTERNVL = _family(
     "InternVL 3 and 3.5",
     "InternVLForConditionalGeneration",
@@ -211,8 +248,19 @@ VIP_LLAVA = _family(
 )
 VIDEO_LLAVA = _family("Video-LLaVA", "VideoLlavaForConditionalGeneration", text="llama")
 VIDEO_LLAMA_3 = _family("VideoLLaMA 3", "VideoLlama3ForConditionalGeneration", text="qwen2")
-IDEFICS_2 = _family("Idefics 2", "Idefics2ForConditionalGeneration", text="mistral")
-OVIS_2 = _family("Ovis 2", "Ovis2ForConditionalGeneration", text="qwen2", tied=True)
+IDEFICS_2 = _family(
+    "Idefics 2",
+    "Idefics2ForConditionalGeneration",
+    text="mistral",
+    why_text_alone="its processor writes the text of an image by what stands next to it in the prompt",
+)
+OVIS_2 = _family(
+    "Ovis 2",
+    "Ovis2ForConditionalGeneration",
+    text="qwen2",
+    tied=True,
+    why_text_alone="the marks around an image are rows of its tower, too",
+)
 GOT_OCR_2 = _family(
     "GOT-OCR 2",
     "GotOcr2ForConditionalGeneration",
@@ -239,7 +287,14 @@ DEEPSEEK_VL = _family(
 DEEPSEEK_VL_HYBRID = _family(
     "DeepSeek-VL with two towers", "DeepseekVLHybridForConditionalGeneration", text="llama", tied=True
 )
-JANUS = _family("Janus and Janus-Pro", "JanusForConditionalGeneration", text="llama", tied=True)
+JANUS = _family(
+    "Janus and Janus-Pro",
+    "JanusForConditionalGeneration",
+    text="llama",
+    tied=True,
+    notes="text and images; it makes no images",
+    vision=VisionSpec(("vision_model", "aligner"), ("pixel_values",), token=100581),
+)
 PALIGEMMA = replace(
     _family(
         "PaliGemma 1 and 2",

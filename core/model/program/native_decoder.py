@@ -31,7 +31,7 @@ from ..native_names import native_norm
 from ..paged_states import PagedStates
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.layers import LayerSpec, ropes_of
+from ..specs.layers import LayerSpec, has_axes
 from ..specs.recurrent import RecurrentSpec
 from ..weights.kept_weights import expert_packs
 from ..weights.layer_weights import LayerWeights
@@ -109,7 +109,7 @@ class NativeDecoderModel:
             if isinstance(experts := layer.get(EXPERTS), ListedExperts):
                 layer[EXPERTS] = keep(experts)
         self._mixtures, mixture_ids = _native_mixtures(config, self.layers)
-        spare = image_tokens if any(rope.axes for rope in ropes_of(config.layers)) else 0
+        spare = image_tokens if has_axes(config.layers) else 0
         self._tables, self._kv_scales = Tables.of(config.layers, max_model_len, spare), kv_scales
         self._program, self._layout = _program(config), arena.layout
         self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]

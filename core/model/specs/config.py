@@ -105,11 +105,14 @@ class ModelConfig:
     vision: VisionSpec | None = None
     """The vision part, of a family whose images are served."""
 
+    why_text_alone: str = ""
+    """See `Family`."""
+
     image_token: int | None = None
     """The token that stands at images' positions."""
 
-    num_media_additions: int = 0
-    """Layers behind which parts of images' rows are added, where images are served; the first ones."""
+    media_layers: tuple[int, ...] = ()
+    """Layers behind which further parts of images' rows are added, in order, where images are served."""
 
     image_blocks: Blocks | None = None
     """Which positions of a prompt with images see each other, where images are served."""

@@ -93,6 +93,9 @@ class Family:
     vision: VisionSpec | None = None
     """The vision part, where images are served; None: a checkpoint that has one is served for text alone."""
 
+    why_text_alone: str = ""
+    """Why images are not served, where more is to be said than that nobody has tried."""
+
     head_part: str = ""
     """The field of the part whose class has the output projection, and says whether it is tied. Empty: that is the
     whole model. See `TensorNames.head_part`, too.

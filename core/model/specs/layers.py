@@ -217,6 +217,11 @@ def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:
     return list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
 
 
+def has_axes(layers: Sequence[LayerSpec]) -> bool:
+    """True if positions of images stand on axes: see `axis_positions`."""
+    return any(rope.axes for rope in ropes_of(layers))
+
+
 def kv_index(layers: Sequence[LayerSpec]) -> list[int]:
     """For each layer the place of its KV among the layers with KV of their own; of others that of the one before."""
     found, count, last = [], 0, {}

@@ -47,9 +47,16 @@ class VisionSpec:
     least_rows: int = 1
     """Rows that an image must have: transformers' module fails for fewer."""
 
+    most_images: int | None = None
+    """Of a prompt; None: any number. One where transformers makes other rows of an image that is not alone."""
+
     additions: tuple[int, ...] = ()
     """Layers of the tower whose rows are added behind the text part's first layers, one behind each, where
     `vision_config` names no others in `deepstack_visual_indexes`. Empty: nothing is added."""
+
+    has_layers: bool = False
+    """Rows come with the layers of the text part before which they are added, which `config.json` names; where an
+    embedding is there are those before the first layer, or zeros."""
 
     grid: str = ""
     """The image processor's tensor of patches by time, height and width, of a family whose positions have these axes

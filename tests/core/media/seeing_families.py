@@ -1,87 +1,8 @@
-"""Parts of tiny models that see, a family each: text, tower, image processor, and the text's marks around images."""
+"""Tiny models that see, a family each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.25,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "initializer_range": 0.4,
-}
-CLIP = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8, **TOWER}
-SIGLIP = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8, **TOWER}
-PIXTRAL = {"model_type": "pixtral", "image_size": 64, "patch_size": 8, "head_dim": 16, **TOWER}
-
-
-@dataclass(frozen=True)
-class Seeing:
-    """A tiny model that sees; names are those of transformers' classes."""
-
-    name: str
-    """Of its classes of configuration and model, without their ends."""
-    text: dict[str, Any]
-    tower: dict[str, Any]
-    images: tuple[str, dict[str, Any]]
-    """The image processor's class, and its settings."""
-    processor: tuple[str, dict[str, Any]]
-    """The class of the processor of text and images, and its arguments."""
-    mark: str = "<image>"
-    """The token at rows' places."""
-    place: str = ""
-    """What a chat template writes for an image, where it is something else."""
-    around: tuple[str, ...] = ()
-    """Other tokens of images."""
-    named: dict[str, str] = field(default_factory=dict)
-    """Those that the tokenizer has attributes for."""
-    config: dict[str, Any] = field(default_factory=dict)
-    original: bool = True
-    """transformers saves its tensors under the names that published checkpoints have."""
-    nested: bool = True
-    """transformers' processor takes a list of each prompt's images."""
-    videos: tuple[str, dict[str, Any]] | None = None
-    """The processor of videos, where the whole processor needs one."""
-    sound: str = ""
-    """The class of the processor of sound, likewise."""
-    projector: str = "multi_modal_projector"
-    """The module that adapters may have whole."""
-    tower_linear: str = r".*(vision_tower.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|multi_modal_projector.*linear)"
-    """A pattern of modules of the tower and the projector."""
-    tower_dora: str = r".*vision_tower.*(q_proj|fc2)|.*language_model.*v_proj"
-    text_linear: str = r".*language_model.*\.(q_proj|v_proj|down_proj)"
-    seven: str | None = None
-    """A pattern in place of the seven usual names, where peft refuses these."""
-    excluded: str = ""
-    """A pattern of modules that adapters may not change."""
-    matrix: str = ""
-    """A parameter of the projector that adapters may change."""
-    adds: tuple[str, ...] = ()
-    """Tokens that the whole processor adds to the tokenizer."""
-    step: dict[str, int] = field(default_factory=lambda: {"max_num_batched_tokens": 37})
-    """Settings with which chunks end inside images, or else before and behind them: in some models a step has all of an
-    image, or of a prompt with images."""
-    typed: bool = False
-    """transformers is told of each token whether it is a prompt's."""
-    refused: tuple[str, ...] = ()
-    """Sizes of images that the processor or the tower does not take."""
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of modules' names, as they are now and as transformers 4 had them."""
-
+from .seeing import CLIP, PIXTRAL, SIGLIP, TOWER, Seeing
 
 OLD = (("model.language_model.", "language_model.model."), ("model.multi_modal_projector", "multi_modal_projector"))
 """Of models whose text part was a whole one."""
@@ -91,6 +12,7 @@ _PLAIN_OLD = (*OLD, ("model.vision_tower.", "vision_tower."))
 _CROPS = {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 4}
 _CLIP_SIZE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
 _NEXT_SIZE = {**_CLIP_SIZE, "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+_PINPOINTS = [[32, 32], [32, 64], [64, 32], [64, 64]]
 _LLAMA = {"model_type": "llama"}
 _IDEFICS_SIZE = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}}
 _IDEFICS = {
@@ -278,6 +200,27 @@ SEEING: dict[str, Seeing] = {
         },
         renamed=_CLIP_OLD,
     ),
+    "granite4_vision": Seeing(
+        "Granite4Vision",
+        {
+            "model_type": "granite4_vision_text", "num_hidden_layers": 4, "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        {**SIGLIP, "hidden_size": 64, "num_hidden_layers": 3},
+        ("LlavaNext", {**_NEXT_SIZE, "size": {"height": 32, "width": 32}, "do_center_crop": False}),
+        ("Granite4Vision", {"patch_size": 8, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"}),
+        config={
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]], "vision_feature_select_strategy": "full",
+            "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0], [-2, 2]], "spatial_vision_layer": -1,
+            "spatial_target_layers": [1, 1, 3, 3],
+            "qformer_config": {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 48,
+                               "cross_attention_frequency": 1, "use_qformer_text_input": False},
+        },
+        projector="out_linear",
+        tower_linear=r".*(vision_tower.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|_projectors.*\.(query|dense|out_linear))",
+        tower_dora=r".*vision_tower.*(q_proj|fc2)|.*_projectors.*out_linear|.*language_model.*v_proj",
+    ),
     "lfm2_vl": Seeing(
         "Lfm2Vl",
         {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "block_multiple_of": 16},
@@ -359,6 +302,42 @@ SEEING: dict[str, Seeing] = {
         named={"image_token": "<image_placeholder>"},
         projector="aligner",
         tower_linear=r".*(vision_model.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|aligner.*linear)",
+        tower_dora=r".*vision_model.*(q_proj|fc2)|.*language_model.*v_proj",
+    ),
+    "llava_onevision": Seeing(
+        "LlavaOnevision", {"model_type": "qwen2", "use_sliding_window": False}, SIGLIP,
+        ("LlavaOnevision", {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": _PINPOINTS}),
+        ("LlavaOnevision", {
+            "num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9",
+        }),
+        videos=("LlavaOnevision", {"size": {"height": 32, "width": 32}}),
+        config={
+            "image_grid_pinpoints": _PINPOINTS, "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+        most=1,
+        renamed=_CLIP_OLD,
+    ),
+    "janus": Seeing(
+        "Janus", _LLAMA,
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+            "mlp_ratio": 1.5, "projection_dim": 64, "num_image_tokens": 16, "initializer_range": 0.4,
+        },
+        ("Janus", {"size": {"height": 32, "width": 32}, "min_size": 4}),
+        ("Janus", {"num_image_tokens": 16}),
+        mark="<image_placeholder>",
+        around=("<begin_of_image>", "<end_of_image>"),
+        named={
+            "image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>",
+        },
+        config={"vq_config": {
+            "embed_dim": 8, "num_embeddings": 16, "base_channels": 32, "channel_multiplier": [1, 1],
+            "num_res_blocks": 1, "projection_dim": 64, "image_token_embed_dim": 64, "num_patches": 4,
+        }},
+        projector="aligner",
+        tower_linear=r"model\.(vision_model.*(q_proj|v_proj|fc1|projection_layer|patch_embedding)"
+        r"|aligner\.(fc1|hidden_layers\.0))",
         tower_dora=r".*vision_model.*(q_proj|fc2)|.*language_model.*v_proj",
     ),
     "got_ocr2": Seeing(

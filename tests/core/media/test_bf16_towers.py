@@ -10,7 +10,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.media.processor import ImageProcessor
 from chorus.core.media.serving import with_tower
-from chorus.core.media.tower import Tower, _rows
+from chorus.core.media.tower import Tower, rows_of
 from chorus.core.media.tower_adapter import read_changes
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.format import inspect_adapter
@@ -47,9 +47,7 @@ def theirs(family: str, adapter: str | None, tensors: dict[str, Any], dtype: tor
     given = {name: tensors[name] for name in spec.arguments if name in tensors}
     given = {name: each.to(dtype) if each.is_floating_point() else each for name, each in given.items()}
     with torch.inference_mode():
-        found = model.model.get_image_features(**given)
-        parts = [found.pooler_output, *(found.deepstack_features if spec.additions else ())]
-        return torch.cat([_rows(each) for each in parts], 1).float()
+        return rows_of(model.model.get_image_features(**given), spec).float()
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.media import lacking
 from chorus.core.media.serving import why_blind
+from chorus.core.model.families.seeing import IDEFICS_2
 from chorus.core.model.read_config import read_model_config
 
 from .tiny_vision import needs_vision, tiny
@@ -36,13 +37,17 @@ def test_each_reason_is_told() -> None:
         return why_blind(config.model_copy(update=fields), model, on_gpu=on_gpu)
 
     assert why() is None
-    assert "on a GPU" in str(why(on_gpu=True))
-    assert "tensor_parallel_size" in str(why(tensor_parallel_size=2))
+    assert why(on_gpu=True) is why(tensor_parallel_size=2) is None
+    blocks = read_model_config(tiny("gemma3"))
+    assert "see each other" in str(why(blocks, on_gpu=True)) and why(blocks) is None
+    assert why(blocks, on_gpu=True, attention="torch") is None
     assert "dummy" in str(why(load_format="dummy"))
     assert "allows no image" in str(why(limit_mm_per_prompt={"image": 0}))
     elsewhere = config.model_copy(update={"model": path / "adapters"})
     assert "preprocessor_config.json" in str(why_blind(elsewhere, model, on_gpu=False))
     assert "text alone" in str(why(model=replace(model, vision=None)))
+    told = replace(model, vision=None, why_text_alone=IDEFICS_2.why_text_alone)
+    assert "served for text alone: its processor writes the text of an image by what" in str(why(model=told))
 
 
 @needs_vision

@@ -53,7 +53,7 @@ def test_images_and_adapters_in_one_batch(asked: Asked, kernels: str) -> None:
     """Images of all sizes, one to four a request, beside requests of text; chunks end inside images."""
     images, requests = images_of(asked), list[Request]()
     for number, adapter in enumerate((None, *adapters_of(asked.reference.family))):
-        for count in (0, 1 + number % 4):
+        for count in (0, 1 + number % SEEING[asked.reference.family].most):
             own = [images[(number + index) % len(images)] for index in range(count)]
             requests.append(asked.request(f"{adapter} {count}", adapter, own))
     assert drain(asked, requests, kernels=kernels) == wanted(asked, requests)

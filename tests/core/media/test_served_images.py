@@ -23,10 +23,11 @@ from chorus.core.requests.media import MediaItem, placed
 from chorus.core.requests.record import to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
+from chorus.memory.files.identity import with_content
 from chorus.ops.library import native_library
 
 from . import tiny_mrope
-from .tiny_vision import ADAPTERS, Reference, needs_vision, refused_of, step_of, tiny
+from .tiny_vision import ADAPTERS, Reference, needs_vision, refused_of, step_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, needs_vision]
 
@@ -54,11 +55,13 @@ def picture(seed: int, size: tuple[int, int]) -> Any:
 class Asked:
     """Requests with images and their reference answers."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, path: Path | None = None) -> None:
+        """path: see `Reference`."""
         from chorus.core.media.images import encoded
         from chorus.core.media.processor import ImageProcessor
 
-        self.reference, self.processor, self._encoded = Reference(family), ImageProcessor(tiny(family)), encoded
+        self.reference = Reference(family, path)
+        self.processor, self._encoded = ImageProcessor(self.reference.path), encoded
         self.placeholder = read_model_config(self.reference.path).image_token
         self.wanted: dict[str, list[int]] = {}
 
@@ -106,11 +109,9 @@ def asked(request: pytest.FixtureRequest) -> Asked:
 def engine_of(asked: Asked, kernels: str = "torch", **fields: Any) -> Engine:
     path = asked.reference.path
     usual = {"memory_bytes": 64 << 20, "max_num_batched_tokens": 48, "threads": 1, "prefix_cache": True}
-    usual["adapters"] = path / "adapters"
+    usual |= {"model": path, "adapters": path / "adapters"}
     usual |= step_of(asked.reference.family)
-    return Engine.from_config(
-        EngineConfig(model=path, cpu_kernels=kernels, device="cpu", dtype="float32", **usual | fields)
-    )
+    return Engine.from_config(EngineConfig(cpu_kernels=kernels, device="cpu", dtype="float32", **usual | fields))
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
@@ -382,6 +383,24 @@ def test_a_request_is_continued_elsewhere_with_its_images(asked: Asked, engine: 
     record = to_record(request, 0.0)
     other = engine_of(asked)
     other.resume(record)
+    rest = answers(other)["moved"]
+    other.close()
+    assert begun + rest == asked.wanted["moved"]
+
+
+@pytest.mark.parametrize("adapter", ["tower", "seven", "copied"])
+def test_a_request_is_continued_elsewhere_with_its_adapters_tower(asked: Asked, engine: Engine, adapter: str) -> None:
+    """Also one whose adapter changes images alone, which has none in the steps."""
+    request = asked.request("moved", adapter, [picture(4, (60, 40))])
+    engine.add_request(request)
+    begun: list[int] = []
+    while len(begun) < 3:
+        begun += [token for output in engine.step() for token in output.token_ids]
+    other = engine_of(asked)
+    for each in (engine, other):
+        for version in list(each.store.versions()):
+            each.store.note(version, with_content(version.manifest))
+    assert isinstance(other.resume(to_record(request, 0.0)), Request)
     rest = answers(other)["moved"]
     other.close()
     assert begun + rest == asked.wanted["moved"]

@@ -17,7 +17,8 @@ from ...conftest import quiet
 from ...kept import kept_files
 from ...tiny_tokenizer import save_tokenizer
 from . import tiny_mrope
-from .seeing_families import SEEING, TEXT
+from .seeing import TEXT
+from .seeing_families import SEEING
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -160,18 +161,21 @@ def reference(path: Path, family: str, dtype: torch.dtype = torch.float32) -> An
 
     name = tiny_mrope.FAMILIES[family] if family in tiny_mrope.FAMILIES else SEEING[family].name
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    return kind.from_pretrained(path, dtype=dtype).eval()
+    model = kind.from_pretrained(path, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None  # Janus's `generate` hears of no other
+    return model
 
 
 class Reference:
     """transformers and peft, given the same RGB images one by one."""
 
     @quiet()
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, path: Path | None = None) -> None:
+        """path: of a model of the family with other weights."""
         mend_torchvision()
         from transformers import AutoImageProcessor, AutoProcessor
 
-        self.path, self.family = tiny(family), family
+        self.path, self.family = path or tiny(family), family
         self.processor: Any = AutoProcessor.from_pretrained(self.path)
         self.processor.image_processor = AutoImageProcessor.from_pretrained(self.path, backend="torchvision")
         self._is_nested = family not in SEEING or SEEING[family].nested

@@ -30,6 +30,11 @@ class Wired(Link):
     def __init__(self, name: str) -> None:
         super().__init__(name, UnixSocket(Path("nowhere")), b"", 1.0)
         self.sent: list[tuple] = []
+        self.behind = False
+
+    @property
+    def is_behind(self):
+        return self.behind
 
     def send(self, kind, *fields):
         if kind == "submit":
@@ -58,7 +63,7 @@ class ApiServer:
         self.dispatcher.on_down(link, stuck=stuck)
         link.reset()  # as the link does
 
-    def ask(self, name="q", content=None, adapter=None, call="", tokens=(1, 2)) -> Future:
+    def ask(self, name="q", content=None, adapter=None, call="", tokens=(1, 2), media=()) -> Future:
         accepted: Future = Future()
         record = {
             "id": name,
@@ -68,6 +73,7 @@ class ApiServer:
             "adapter": adapter,
             "tenant": "",
             "choice_group": call,
+            "media": list(media),
         }
         path = None if content is None else Path("/adapters") / content
         self.dispatcher.add(record, path, 4, 0.0, accepted)
@@ -154,6 +160,22 @@ def test_a_dead_replicas_request_goes_on_elsewhere_with_what_the_client_has(api_
     (end,) = api_server.ends()
     assert (end.finish_reason, end.stop_token_id) == (FinishReason.STOP, 2)
     assert len(api_server.dispatcher.in_flight) == 0
+
+
+def test_images_wait_while_their_replica_has_yet_to_read_others(api_server):
+    """A replica that is sent more than it reads would count as stuck; text goes on."""
+    for link in api_server.links:
+        link.behind = True
+    api_server.ask("seeing", media=[{}])
+    api_server.ask("text")
+    assert api_server.dispatcher.in_flight.get("seeing").replica is None
+    assert api_server.at("text").sent[-1][:2] == ("submit", "text")
+    for link in api_server.links:
+        link.behind = False
+    api_server.now += 60.0
+    api_server.dispatcher.look()
+    assert api_server.at("seeing").sent[-1][:2] == ("submit", "seeing")
+    assert not api_server.outputs
 
 
 def test_a_replica_that_was_to_end_has_not_died(api_server, caplog):
