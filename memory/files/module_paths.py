@@ -106,6 +106,9 @@ class ModulePaths:
 
     head_has_bias: bool = False
 
+    norms_embeddings: bool = False
+    """The module of token embeddings normalises its rows."""
+
     model_type: str | None = None
     """The model's `model_type`, by which PEFT chooses modules; None: not known."""
 

@@ -69,6 +69,7 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
         if module in found:
             raise config.refuse("trainable_token_indices", f"the file has another whole {module} too; save it again")
         found[module] = _ordered(file, module, tokens, config, modules)
+    _check_normalised(config, modules, found)
     if modules.is_tied and "lm_head" not in found and "embed_tokens" in found and _is_shared(file, config, modules):
         found["lm_head"] = found["embed_tokens"]
     if found and config.invocation_tokens:
@@ -88,6 +89,14 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
             )
         )
     return FoundRows(tuple(parts), (*dropped, *file.head_biases), *_beyond(file, found, modules))
+
+
+def _check_normalised(config: AdapterConfig, modules: ModulePaths, found: Collection[str]) -> None:
+    if modules.norms_embeddings and "embed_tokens" in found:
+        raise config.refuse(
+            "trainable_token_indices" if "embed_tokens" in config.trained_tokens else "modules_to_save",
+            "the base model normalises its embeddings, and other rows of them are not supported; train LoRA on them",
+        )
 
 
 def _of_copies(

@@ -41,13 +41,25 @@ class Scores:
     blocks: BlockMask = BlockMask.NONE
     """What a query sees of its token's block, where a step has blocks."""
 
+    has_slopes: bool = False
+    """Each head has a slope, which `Attention.run` takes: a score loses it for each token between its key and the query
+    (ALiBi, arXiv 2108.12409).
+    """
 
-#: Scores that are made at once where attention makes them, which soft caps, sinks and latents ask for: in float32
-#: 256 MiB.
+
+#: Scores that are made at once where attention makes them, which soft caps, sinks, slopes and latents ask for: in
+#: float32 256 MiB.
 MOST_SCORES = 1 << 26
 
 PLAIN = Scores()
 """Attention as in "Attention Is All You Need", causal."""
+
+
+class HeadTerms(NamedTuple):
+    """What a layer has for each of its query heads, `[heads]`; None where it has none."""
+
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
 
 class HeadShape(NamedTuple):
@@ -174,6 +186,8 @@ class Attention(ABC):
 
     takes_sinks = False
     """Whether it serves layers with sinks."""
+    takes_slopes = False
+    """Whether it serves layers with slopes."""
     takes_blocks = False
     """Whether it serves steps with blocks."""
 
@@ -208,18 +222,21 @@ class Attention(ABC):
         scores: Scores = PLAIN,
         sinks: torch.Tensor | None = None,
         kv_scales: KvScales = UNSCALED,
+        slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
         q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: of q's shape, to write to.
-        scores: of the layer, among those of `AttentionSetup`. sinks: `[heads]`, where the layer has them.
+        scores: of the layer, among those of `AttentionSetup`. sinks, slopes: `[heads]`, where the layer has them.
         Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out
         cache = KvCache(k_cache, v_cache, kv_scales)
         if sinks is not None and not self.takes_sinks:
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
-        self._attend(q, cache, out, scores, sinks)
+        if slopes is not None and not self.takes_slopes:
+            raise NotImplementedError(f"{type(self).__name__} has no slopes of ALiBi; use attention torch")
+        self._attend(q, cache, out, scores, HeadTerms(sinks, slopes))
         return out.view(len(q), -1)
 
     def run_latents(
@@ -245,17 +262,15 @@ class Attention(ABC):
         """Write to `out`: attention over the latents themselves."""
         rows = heads.absorb(q)
         found = rows.new_empty(*rows.shape[:2], heads.kv_rank)
-        self._attend(rows, KvCache(cache, cache), found, scores, None)
+        self._attend(rows, KvCache(cache, cache), found, scores, HeadTerms())
         heads.expand(found, out)
 
     @abstractmethod
     def _plan(self, rows: PlannedRows) -> None: ...
 
     @abstractmethod
-    def _attend(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-    ) -> None:
-        """Write to `out`. sinks: None unless the class takes them."""
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, terms: HeadTerms) -> None:
+        """Write to `out`. terms: those which the class takes."""
 
 
 class PagedAttention(Attention):
@@ -265,7 +280,7 @@ class PagedAttention(Attention):
     tokens times all that it sees.
     """
 
-    takes_sinks = takes_blocks = True
+    takes_sinks = takes_slopes = takes_blocks = True
 
     def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -301,9 +316,7 @@ class PagedAttention(Attention):
         else:
             self._decode_pages = page_table[:0]
 
-    def _attend(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-    ) -> None:
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, terms: HeadTerms) -> None:
         caches, scales = (cache.k, cache.v), cache.scales
         if scales.k != 1:
             scale = self._head_dim**-0.5 if scores.scale is None else scores.scale
@@ -317,7 +330,7 @@ class PagedAttention(Attention):
             if self._gqa and not self._on_host and q.dtype == torch.float32:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            attended = _attend(rows, k, v, prefill.mask(scores), scores, sinks=sinks)
+            attended = _attend(rows, k, v, prefill.mask(scores), scores, terms, prefill.own)
             if broken is not None:
                 if prefill.has_blocks(scores):
                     seen = (broken.transpose(2, 3) & prefill.seen_with_blocks(scores)).any(-1, keepdim=True)
@@ -332,7 +345,8 @@ class PagedAttention(Attention):
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
-            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, sinks=sinks)
+            own = on_device(self._decode_lens - 1, self._device)
+            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, terms, own)
             out[self._first_decode_token :] = attended[:, :, 0]
         if scales.v != 1:
             out *= scales.v
@@ -484,12 +498,19 @@ class Prefill:
         """
         if self.has_blocks(scores):
             return self.seen_with_blocks(scores)
-        window, explicit = scores.window, scores.softcap is not None or scores.has_sinks
+        window = scores.window
+        explicit = scores.softcap is not None or scores.has_sinks or scores.has_slopes
         if window is not None and window >= self.kv_len:
             window = None
         if (key := (window, explicit)) not in self._masks:
             self._masks[key] = self._make(window, explicit)
         return self._masks[key]
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The place of each of its tokens among the row's, `[1, length]`."""
+        length = self.tokens.stop - self.tokens.start
+        return torch.arange(self.kv_len - length, self.kv_len, device=self._device)[None]
 
     def has_blocks(self, scores: Scores) -> bool:
         """True if some of its tokens see others behind them, in layers with these scores."""
@@ -549,11 +570,14 @@ def _attend(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     scores: Scores,
-    sinks: torch.Tensor | None,
+    terms: HeadTerms,
+    own: torch.Tensor,
 ) -> torch.Tensor:
-    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal."""
-    group = q.shape[1] // k.shape[1]
-    if scores.softcap is None and sinks is None:
+    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal. own:
+    each token's place among the keys, `[rows, tokens]`.
+    """
+    group, (sinks, slopes) = q.shape[1] // k.shape[1], terms
+    if scores.softcap is None and sinks is None and slopes is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
         )
@@ -562,11 +586,14 @@ def _attend(
         k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
     most = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     if q.shape[2] > most:
-        parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), strict=True)
-        return torch.cat([_attend(rows, k, v, seen, scores, sinks) for rows, seen in parts], dim=2)
+        parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), own.split(most, dim=1), strict=True)
+        return torch.cat([_attend(rows, k, v, seen, scores, terms, at) for rows, seen, at in parts], dim=2)
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)
+    if slopes is not None:
+        ages = own[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
+        weights = weights.float() - slopes.float()[:, None, None] * ages
     weights = weights.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         own = sinks.to(weights.dtype).view(1, -1, 1, 1).expand(len(weights), -1, weights.shape[2], 1)

@@ -147,7 +147,7 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     if wanted not in ("flashinfer", "xqa"):
         # query heads of latents are divided among programs
         group, width = (heads.group, heads.head_dim) if setup.value_dim is None else (1, setup.value_dim)
-        ours = triton_obstacle(group, width, dtype, device, float8_kv=setup.float8_kv)
+        ours = triton_obstacle(group, width, dtype, device, setup.scores, float8_kv=setup.float8_kv)
         if ours is None:
             from .attention_triton import TritonBackend
 
@@ -213,7 +213,13 @@ def _num_sms(device: torch.device) -> int:
 
 
 def triton_obstacle(
-    group: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, float8_kv: bool = False
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scores: Collection[Scores] = (PLAIN,),
+    *,
+    float8_kv: bool = False,
 ) -> Obstacle | None:
     """Return why the Triton decode kernel can't serve; None if it can. group: heads that share a KV head."""
     if device.type != "cuda":
@@ -222,6 +228,8 @@ def triton_obstacle(
         return Obstacle(f"the decode kernel does not support {str(dtype).removeprefix('torch.')}")
     if float8_kv and dtype == torch.float32:  # without matrix instructions, widened tiles would spill registers
         return Obstacle("the decode kernel reads a KV cache in FP8 for bfloat16 and float16, the model is in float32")
+    if any(each.has_slopes for each in scores):
+        return Obstacle("the decode kernel has no slopes of ALiBi, and the model has them")
     if not 16 <= head_dim <= largest_head(dtype.itemsize):
         sizes = f"16 to {largest_head(dtype.itemsize)} elements in {str(dtype).removeprefix('torch.')}"
         return Obstacle(f"the decode kernel supports heads of {sizes}, the model's have {head_dim}")
@@ -259,6 +267,8 @@ def flashinfer_obstacle(
         return Obstacle(f"FlashInfer supports heads of {sizes} elements, the model's have {head_dim}")
     if any(each.has_sinks for each in scores):
         return Obstacle("FlashInfer is not asked for attention sinks, and the model has them")
+    if any(each.has_slopes for each in scores):
+        return Obstacle("FlashInfer is not asked for slopes of ALiBi, and the model has them")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return Obstacle(f"FlashInfer needs compute capability 8.0, {device} has {_dotted(capability)}")
     try:

@@ -52,7 +52,7 @@ import torch
 
 from ..elementwise.float8_kv import DTYPE as FLOAT8
 from ..elementwise.float8_kv import UNSCALED
-from .attention import PLAIN, Attention, AttentionSetup, KvCache, PlannedRows, Scores
+from .attention import PLAIN, Attention, AttentionSetup, HeadTerms, KvCache, PlannedRows, Scores
 from .attention_plan import PlanBuffers
 
 #: The version that the facts above were read from, and that has run on GPUs.
@@ -183,9 +183,7 @@ class FlashInferRaggedAttention(Attention):
                 )
         backend.event.record()
 
-    def _attend(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-    ) -> None:
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, terms: HeadTerms) -> None:
         split = self._prefill_tokens
         if split:
             _run(self._prefills[scores], q[:split], cache, out[:split])
@@ -250,9 +248,7 @@ class FlashInferDecodeAttention(Attention):
         self._planned = True
         backend.event.record()
 
-    def _attend(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-    ) -> None:
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, terms: HeadTerms) -> None:
         _run(self._wrappers[scores], q, cache, out)
 
 

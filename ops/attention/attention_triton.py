@@ -22,7 +22,7 @@ import triton.language.extra.cuda as cuda
 
 from .. import dependent_launch
 from ..launch_triton import KernelLauncher
-from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows, Scores
+from .attention import Attention, AttentionSetup, HeadTerms, KvCache, PagedAttention, PlannedRows, Scores
 from .attention_plan import PlanBuffers
 from .attention_schedule import (
     BLOCK_H,
@@ -353,14 +353,12 @@ class TritonRaggedAttention(Attention):
         if split < len(kv_lens):
             self._backend.plan(page_table[split:], kv_lens[split:])
 
-    def _attend(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-    ) -> None:
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, terms: HeadTerms) -> None:
         split = self._prefill_tokens
         if split:
-            self._prefill.run(q[:split], cache.k, cache.v, out[:split], scores, sinks, kv_scales=cache.scales)
+            self._prefill.run(q[:split], cache.k, cache.v, out[:split], scores, terms.sinks, kv_scales=cache.scales)
         if split < self._num_tokens:
-            self._backend.run(q[split:], cache, out[split:], scores, sinks)
+            self._backend.run(q[split:], cache, out[split:], scores, terms.sinks)
 
     def _attend_latents(
         self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
@@ -391,10 +389,8 @@ class TritonDecodeAttention(Attention):
         rows.check_bucket(self._bucket)
         self._backend.plan(rows.page_table, rows.kv_lens, rows.tables)
 
-    def _attend(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-    ) -> None:
-        self._backend.run(q, cache, out, scores, sinks)
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, terms: HeadTerms) -> None:
+        self._backend.run(q, cache, out, scores, terms.sinks)
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

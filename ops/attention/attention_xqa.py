@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ..upload import on_device
-from .attention import Attention, AttentionSetup, KvCache, PlannedRows, Scores
+from .attention import Attention, AttentionSetup, HeadTerms, KvCache, PlannedRows, Scores
 
 #: Sizes that the kernel serves, and is built ahead for.
 BLOCK_TOKENS, HEAD_DIMS, GROUPS = (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8)
@@ -95,9 +95,7 @@ class XqaDecodeAttention(Attention):
         rows.check_bucket(self._bucket)
         self._backend.table.write(rows.page_table, rows.kv_lens, rows.tables)
 
-    def _attend(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
-    ) -> None:
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, terms: HeadTerms) -> None:
         k_cache, v_cache, _ = cache
         head_dim = self._backend.heads.head_dim
         if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:

@@ -224,6 +224,8 @@ def _own_norms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     """x: `[tokens, heads, head_dim]`. weight: see `HeadNorms.own`."""
     ones = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
     normed = layer_norm(x.float().reshape(-1, x.shape[-1]), ones, eps).view(x.shape)
+    if weight.dim() == 2:
+        return (normed * weight[0].float() + weight[1].float()).to(x.dtype)
     return _weighted(normed, weight.view(x.shape[1:]), x.dtype)
 
 
@@ -339,6 +341,8 @@ def with_normed_values(
     return torch.cat((rest, rms_norm(v, weight, eps).view(len(qkv), kv_size)), 1)
 
 
-def gate_output(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`."""
+def gate_output(attended: torch.Tensor, gates: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
+    """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`. softplus: `log(1 + e^gates)` in its place."""
+    if softplus:
+        return attended * torch.nn.functional.softplus(gates.float()).to(attended.dtype)
     return attended * sigmoid(gates)

@@ -45,7 +45,9 @@ class HeadNorms:
     """Ranks, of `ranks`, that have the same K/V heads."""
 
     own: bool = False
-    """LayerNorm of every head by itself, with weights `[heads · head_dim]` of its own (Command R+)."""
+    """LayerNorm of every head by itself, with weights `[heads · head_dim]` of its own (Command R+), or with weights and
+    biases `[2, head_dim]` that all heads have (Persimmon).
+    """
 
 
 class NewLatents(NamedTuple):

@@ -74,6 +74,8 @@ class NativeHeadNorm(StrEnum):
     """Of all heads at once, with weights `[heads · head_dim]`."""
     OWN = "kOwnHeads"
     """LayerNorm of each head, with as many weights."""
+    BIASED = "kBiasedHeads"
+    """LayerNorm of each head, with weights and biases `[2, head_dim]`."""
 
 
 class NativeOutputGate(StrEnum):

@@ -194,8 +194,8 @@ class NativeModel:
     position_table: torch.Tensor | None = None
     """`[positions, hidden]` float32, added to embeddings; None: nothing is."""
 
-    embedding_norm: bool = False
-    """Embeddings are normalised, as the output of the last layer is."""
+    embedding_norm: torch.Tensor | None = None
+    """The weights of the norm of embeddings, as `norm`; None: they are not normalised."""
 
     page_groups: int = 1
 

@@ -174,7 +174,7 @@ class Decoder final : public AnyDecoder {
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
             if (m_.position_table)
                 add_scaled(m_.position_table + step.positions[t] * (int64_t)hidden, hidden, 1.0f, x[t]);
-            if (m_.embedding_norm) norm(x[t], x[t]);
+            if (m_.embedding_norm) run_norm(m_.norm_kind, x[t], m_.embedding_norm, hidden, m_.eps, x[t]);
             if (step.media && step.media[t] >= 0)  // after all that is done to tokens' own embeddings
                 std::copy_n(step.media_rows + step.media[t] * step.media_stride, hidden, x[t]);
         });
@@ -341,7 +341,7 @@ class Decoder final : public AnyDecoder {
         }
     }
 
-    // The norm of embeddings, and of the last layer's output.
+    // The norm of the last layer's output.
     template <class Out>
     void norm(const float* x, Out* out) const {
         run_norm(m_.norm_kind, x, m_.norm, m_.hidden, m_.eps, out);

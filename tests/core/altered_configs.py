@@ -30,7 +30,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 
 from ..conftest import quiet
-from .tiny_families import LLAMA3_ROPE
+from .tiny_families import LLAMA3_ROPE, OF_CLASSES
 
 #: A field that is taken away.
 MISSING = object()
@@ -330,6 +330,8 @@ class Checkpoint:
 
         if self.architecture is not None:
             return getattr(transformers, self.architecture)
+        if (own := OF_CLASSES.get(type(config).__name__)) is not None:
+            return getattr(transformers, own)
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
     def _config(self, raw: dict[str, Any]) -> Any:

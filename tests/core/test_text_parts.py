@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,102 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
         {"image_size": 28, "patch_size": 14, "insert_layer_id": 0, **TOWER},
     ),
+    "FastVlmForConditionalGeneration": ("FastVlmConfig", {"model_type": "qwen2", "use_sliding_window": False}, CLIP),
+    "PerceptionLMForConditionalGeneration": (
+        "PerceptionLMConfig", {"model_type": "llama"}, {**CLIP, "model_args": {"embed_dim": 32}}
+    ),
+    "HyperCLOVAXVisionV2ForConditionalGeneration": (
+        "HyperCLOVAXVisionV2Config",
+        {"model_type": "hyperclovax", "logits_scaling": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+        {"model_type": "qwen2_5_vl_vision", **QWEN_TOWER, "fullatt_block_indexes": [0]},
+    ),
+    "Cosmos3OmniForConditionalGeneration": (
+        "Cosmos3OmniConfig",
+        {"model_type": "qwen3_vl_text", "rope_parameters": MROPE},
+        {"model_type": "qwen3_vl_vision", **QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "Cosmos3EdgeForConditionalGeneration": (
+        "Cosmos3EdgeConfig", {"rope_parameters": MROPE, "attention_bias": True}, {"num_patches": 16, **TOWER}
+    ),
+    "MiniCPMV4_7ForConditionalGeneration": (
+        "MiniCPMV4_7Config",
+        {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        {"image_size": 28, "patch_size": 14, **TOWER},
+    ),
+    "MiniCPMOcrForConditionalGeneration": (
+        "MiniCPMOcrConfig",
+        {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        {"image_size": 28, "patch_size": 14, **TOWER},
+    ),
+    "GraniteDoclingForConditionalGeneration": (
+        "GraniteDoclingConfig",
+        {"pad_token_id": 0, "attention_multiplier": 0.2, "embedding_multiplier": 1.5},
+        {"image_size": 64, "patch_size": 8, "out_hidden_size": 64, "deepstack_visual_indexes": [0], **TOWER},
+    ),
+    "HunYuanVLForConditionalGeneration": (
+        "HunYuanVLConfig",
+        {"pad_token_id": 0,
+         "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 10000.0, "factor": 1.0,
+                             "mrope_section": [2, 2, 2, 2]}},
+        {"patch_size": 8, "max_image_size": 64, "out_hidden_size": 64, **TOWER},
+    ),
+    "Emu3ForConditionalGeneration": ("Emu3Config", {"pad_token_id": 0}, {}),
+    "AriaForConditionalGeneration": (
+        "AriaConfig",
+        {"moe_num_experts": 8, "moe_topk": 3, "intermediate_size": 40, "pad_token_id": 0},
+        {**CLIP, "model_type": "idefics3_vision"},
+    ),
+    "DeepseekOcr2ForConditionalGeneration": (
+        "DeepseekOcr2Config",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        {"sam_config": {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                        "image_size": 64, "mlp_dim": 32, "global_attn_indexes": [0], "window_size": 2,
+                        "downsample_channels": [16, 32]},
+         "encoder_config": {**TOWER, "vocab_size": 20, "num_key_value_heads": 1}},
+    ),
+    "Molmo2ForConditionalGeneration": (
+        "Molmo2Config",
+        {"additional_vocab_size": 20, "qk_norm_type": "olmo", "attention_bias": True, "rope_scaling_layers": [1],
+         "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+        {"image_size": [28, 28], "num_key_value_heads": 2, "head_dim": 16, **TOWER},
+    ),
+    "Apertus1p5ForConditionalGeneration": (
+        "Apertus1p5Config",
+        {"vocab_size": 170, "output_vocab_size": 140, "pad_token_id": 0},
+        {"codebook_size": 16, "embed_dim": 32, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1],
+         "num_res_blocks": 1, "resolution": 32},
+    ),
+    "CohereCompassForConditionalGeneration": (
+        "CohereCompassConfig",
+        {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 20,
+         "logit_scale": 0.5, "pad_token_id": 0,
+         "rope_parameters": {"full_attention": None, "sliding_attention": MROPE}},
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "MllamaForConditionalGeneration": (
+        "MllamaConfig",
+        {"cross_attention_layers": [1], "pad_token_id": 0},
+        {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
+         "attention_heads": 2, "vision_output_dim": 64, "image_size": 28, "intermediate_layers_indices": [0]},
+    ),
+    "MuseGlimmerForConditionalGeneration": (
+        "MuseGlimmerConfig",
+        {"sliding_window": 20, "attention_bias": True, "initializer_range": 0.1},
+        {"pos_emb_height": 4, "pos_emb_width": 4, **TOWER},
+    ),
+    "Phi4MultimodalForCausalLM": (
+        "Phi4MultimodalConfig", {"pad_token_id": 0}, {"image_size": 28, "patch_size": 14, "crop_size": 28, **TOWER}
+    ),
+    "NemotronH_Omni_Reasoning_V3": (
+        "NemotronH_Omni_Reasoning_V3_Config",
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-", "mamba_num_heads": 8, "mamba_head_dim": 12,
+         "ssm_state_size": 16, "n_groups": 2},
+        {"model_type": "radio", "video_temporal_patch_size": 2, "patch_size": 14, "image_size": 28, **TOWER},
+    ),
+    "FuyuForCausalLM": ("FuyuConfig", {"model_type": "persimmon"}, {}),
     "Qwen2_5OmniThinkerForConditionalGeneration": (
         "Qwen2_5OmniThinkerConfig", {"rope_parameters": MROPE}, {**QWEN_TOWER, "fullatt_block_indexes": [0]}
     ),
@@ -267,6 +364,28 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1, 1, 2, 2],
         "qformer_config": {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 32},
     },
+    "Emu3ForConditionalGeneration": {
+        "vq_config": {"codebook_size": 16, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1,
+                      "hidden_size": 32, "temporal_downsample_factor": 1},
+        "vocabulary_map": {"<image>": 149},
+    },
+    "Molmo2ForConditionalGeneration": {
+        "adapter_config": {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+                           "intermediate_size": 32, "text_hidden_size": 64, "vision_feature_layer": [0]},
+    },
+    "Apertus1p5ForConditionalGeneration": {
+        "image_token_offset": 144, "audio_token_offset": 160,
+        "audio_config": {"codebook_size": 10, "codebook_dim": 8, "num_filters": 4, "hidden_size": 8,
+                         "num_lstm_layers": 1, "upsampling_ratios": [2, 2]},
+    },
+    "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 64, "projector_hidden_size": 32},
+    "Cosmos3EdgeForConditionalGeneration": {"projector_hidden_size": 32},
+    "Phi4MultimodalForCausalLM": {
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2,
+                         "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 8},
+    },
+    "MiniCPMV4_7ForConditionalGeneration": {"insert_layer_id": 0},
+    "MiniCPMOcrForConditionalGeneration": {"insert_layer_id": 0},
     "Ovis2ForConditionalGeneration": {"vocab_size": 150, "hidden_size": 64},  # of its head, until it is tied
     "Qwen2_5OmniThinkerForConditionalGeneration": {"audio_config": {**EARS, "n_window": 4}},
     "Qwen3OmniMoeThinkerForConditionalGeneration": {
@@ -277,6 +396,9 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
                       "num_res_blocks": 1, "projection_dim": 64, "image_token_embed_dim": 64, "num_patches": 2},
     },
 }  # fmt: skip
+
+#: Those which have the fields of the text part beside those of other parts.
+FLAT = {"Phi4MultimodalForCausalLM"}
 
 #: Saved under the names of memory: of those that transformers would write, "blocks" and "encoder" are no checkpoint's.
 IN_MEMORY = {"Kimi_K25ForConditionalGeneration", "QianfanOCRForConditionalGeneration"}
@@ -387,7 +509,9 @@ def whole_of(architecture: str, name: str, text: dict[str, Any], vision: dict[st
     import transformers
 
     others = OTHER_PARTS.get(architecture, {})
-    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision, **others, **fields)
+    text = {**TEXT, **text}
+    text = text if architecture in FLAT else {"text_config": text}
+    config = getattr(transformers, name)(**text, vision_config=vision, **others, **fields)
     torch.manual_seed(0)
     base = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
@@ -516,6 +640,17 @@ def test_internvl_has_the_same_text_part_as_it_was_first_published(tmp_path):
     raw = json.loads((tmp_path / "new" / "config.json").read_text())
     first = {"architectures": ["InternVLChatModel"], "llm_config": raw["text_config"], "tie_word_embeddings": False}
     (tmp_path / "first" / "config.json").write_text(json.dumps(first))
+    for ours, theirs in zip(weights(tmp_path / "first"), weights(tmp_path / "new"), strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+def test_nemotron_omni_has_the_same_text_part_as_it_was_first_published(tmp_path):
+    make_whole("NemotronH_Omni_Reasoning_V3").save_pretrained(tmp_path / "new")
+    (tmp_path / "first").mkdir()
+    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "first")
+    raw = json.loads((tmp_path / "new" / "config.json").read_text())
+    raw["llm_config"] = raw.pop("text_config")
+    (tmp_path / "first" / "config.json").write_text(json.dumps(raw))
     for ours, theirs in zip(weights(tmp_path / "first"), weights(tmp_path / "new"), strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 

@@ -89,6 +89,13 @@ BY_ANOTHER = {
     "SarvamMLAConfig": "SarvamMLAForCausalLM",
 }
 
+#: Configuration classes of text parts whose models transformers' classes of models make, and not its auto classes.
+OF_CLASSES = {
+    "Emu3TextConfig": "Emu3ForCausalLM",
+    "Mistral4Config": "Mistral4ForCausalLM",
+    "MllamaTextConfig": "MllamaForCausalLM",
+}
+
 #: name → (transformers' configuration class, its arguments, largest shard)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}, "50GB"),
@@ -324,6 +331,53 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "opt": ("OPTConfig", {"ffn_dim": 96, "init_std": 0.3, "pad_token_id": 0}, "50GB"),
     "biogpt": ("BioGptConfig", {"initializer_range": 0.3, "pad_token_id": 0}, "50GB"),
     "xglm": ("XGLMConfig", {"ffn_dim": 96, "init_std": 0.3, "pad_token_id": 0}, "20KB"),
+    "gpt-neox-japanese": ("GPTNeoXJapaneseConfig", {"rotary_pct": 0.5, "initializer_range": 0.3}, "50GB"),
+    "bloom": ("BloomConfig", {"initializer_range": 0.3}, "50GB"),
+    "bloom-heads": (
+        "BloomConfig",
+        {"num_attention_heads": 6, "hidden_size": 72, "initializer_range": 0.3, "tie_word_embeddings": False},
+        "20KB",
+    ),
+    "mpt": ("MptConfig", {"max_seq_len": 256, "initializer_range": 0.3}, "50GB"),
+    "mpt-clipped": (
+        "MptConfig",
+        {
+            "max_seq_len": 256,
+            "num_attention_heads": 6,
+            "hidden_size": 72,
+            "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.2},
+            "initializer_range": 0.3,
+        },
+        "20KB",
+    ),
+    "olmo-1-clipped": ("OlmoConfig", {"clip_qkv": 1.0, "pad_token_id": 0, "num_key_value_heads": 4}, "50GB"),
+    "persimmon": ("PersimmonConfig", {"initializer_range": 0.3}, "50GB"),
+    "persimmon-plain": (
+        "PersimmonConfig",
+        {"qk_layernorm": False, "initializer_range": 0.3, "tie_word_embeddings": True, "hidden_size": 48},
+        "20KB",
+    ),
+    "emu-3": ("Emu3TextConfig", {"pad_token_id": 0}, "50GB"),
+    "cohere-compass": (
+        "CohereCompassTextConfig",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 20,
+            "logit_scale": 0.5,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": None,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]},
+            },
+        },
+        "50GB",
+    ),
+    "apertus-1.5": (
+        "Apertus1p5TextConfig",
+        {"vocab_size": 170, "output_vocab_size": 150, "pad_token_id": 0},
+        "50GB",
+    ),
     "llama-4-dense": (
         "Llama4TextConfig",
         {
@@ -521,6 +575,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
+LARA = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24, "sliding_window": 20, "num_hidden_layers": 5, "pad_token_id": 0,
+}  # fmt: skip
+
 NEMOTRON_H = {
     "hybrid_override_pattern": "M-MM*-M", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 12,
     "ssm_state_size": 16, "n_groups": 2,
@@ -559,6 +619,13 @@ TWO_MIXERS: dict[str, tuple[str, dict[str, Any], str]] = {
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_expand": 1, "mamba_proj_bias": True,
          "num_key_value_heads": 4, "num_hidden_layers": 3, "mlp_multipliers": None, "ssm_multipliers": None},
         "50GB",
+    ),
+}  # fmt: skip
+
+#: Families with layers that text does not go through.
+SKIPPED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama-3.2-vision": (
+        "MllamaTextConfig", {"num_hidden_layers": 4, "cross_attention_layers": [1, 3], "pad_token_id": 0}, "50GB"
     ),
 }  # fmt: skip
 
@@ -865,6 +932,39 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "n_shared_experts": 1},
         "50GB",
     ),
+    "lara-mini": ("LaraMiniConfig", LARA, "50GB"),
+    "aria": (
+        "AriaTextConfig",
+        {"moe_num_experts": 8, "moe_topk": 3, "intermediate_size": 40, "moe_num_shared_experts": 2, "pad_token_id": 0},
+        "50GB",
+    ),
+    "ax-k1": (
+        "AXK1Config",
+        {**LATENT, **DEEPSEEK_EXPERTS, "num_hidden_layers": 3, "n_group": 4, "topk_group": 2},
+        "50GB",
+    ),
+    "mistral-4": (
+        "Mistral4Config",
+        {**LATENT, **DEEPSEEK_EXPERTS, "qk_nope_head_dim": 8, "n_group": 1, "topk_group": 1,
+         "rope_parameters": {**YARN, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+                             "mscale_all_dim": 1.0}},
+        "50GB",
+    ),
+    "laguna": (
+        "LagunaConfig",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 24, "num_hidden_layers": 3, "sliding_window": 20,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "pad_token_id": 0,
+         "moe_routed_scaling_factor": 1.5},
+        "50GB",
+    ),
+    "laguna-elements": (
+        "LagunaConfig",
+        {"head_dim": 32, "gating": "per-element", "num_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24, "attention_bias": True,
+         "mlp_layer_types": ["sparse", "sparse"], "tie_word_embeddings": True, "hidden_size": 48, "pad_token_id": 0},
+        "20KB",
+    ),
     "cohere-2-moe": (
         "Cohere2MoeConfig",
         {"head_dim": 16, "num_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 40, "num_shared_experts": 2,
@@ -881,7 +981,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
-EVERY = {**FAMILIES, **SHAPES, **HYBRIDS, **ONE_PART, **TWO_MIXERS, **EXPERTS, **RENAMED}
+EVERY = {**FAMILIES, **SHAPES, **HYBRIDS, **ONE_PART, **TWO_MIXERS, **SKIPPED, **EXPERTS, **RENAMED}
 """All of these by name."""
 
 
@@ -1064,13 +1164,24 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
         **changes,
     }
     torch.manual_seed(sum(map(ord, name)))
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
+    config = getattr(transformers, config_class)(**arguments)
+    own = OF_CLASSES.get(config_class)
+    model = getattr(transformers, own)(config) if own else transformers.AutoModelForCausalLM.from_config(config)
     randomise(model)
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
     if config_class in BY_ANOTHER:
         config = path / "config.json"
         raw = json.loads(config.read_text())
         config.write_text(json.dumps({**raw, "architectures": [BY_ANOTHER[config_class]]}))
+
+
+def load_model(path: Path, **arguments: Any) -> Any:
+    """A checkpoint in transformers."""
+    import transformers
+
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    by = getattr(transformers, name) if name in OF_CLASSES.values() else transformers.AutoModelForCausalLM
+    return by.from_pretrained(path, **arguments)
 
 
 def train_vectors(model: torch.nn.Module) -> None:
@@ -1100,7 +1211,7 @@ def make_tiny(name: str, changes: Mapping[str, Any] | None = None, **arguments: 
     """A family's model with ADAPTERS. changes: to its configuration. arguments: further ones of `LoraConfig`."""
     others = json.dumps([changes, arguments], sort_keys=True)
     key = f" {hashlib.sha256(others.encode()).hexdigest()[:8]}" * bool(changes or arguments)
-    root = kept_files(f"tiny {name}{key}", lambda root: _save_tiny(name, root, changes or {}, **arguments))
+    root = kept_files(f"tiny {name}{key}", lambda root: save_tiny(name, root, changes or {}, **arguments))
     return Tiny(root / "model", {adapter: root / adapter for adapter in ADAPTERS}, load_peft, KeptAnswers(root))
 
 
@@ -1109,9 +1220,8 @@ def make_tiny(name: str, changes: Mapping[str, Any] | None = None, **arguments: 
 def load_peft(path: Path, adapters: dict[str, Path]) -> Any:
     """The model with these adapters in transformers + peft, in float32."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = load_model(path, dtype=torch.float32)
     for adapter, path in adapters.items():
         if isinstance(model, PeftModel):
             model.load_adapter(path, adapter_name=adapter)
@@ -1121,13 +1231,13 @@ def load_peft(path: Path, adapters: dict[str, Path]) -> Any:
 
 
 @without_conversion()
-def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: Any) -> None:
+def save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: Any) -> None:
+    """Save a family's model, and ADAPTERS."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     save_family(name, root / "model", **changes)
     config = read_model_config(root / "model")
-    paths, base = config.module_paths.by_path, AutoModelForCausalLM.from_pretrained(root / "model")
+    paths, base = config.module_paths.by_path, load_model(root / "model")
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
@@ -1157,7 +1267,6 @@ def make_all_linear(name: str, **arguments: Any) -> Tiny:
 
 def _save_all_linear(name: str, root: Path, arguments: Mapping[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     save_family(name, root / "model")
     torch.manual_seed(0)
@@ -1169,6 +1278,6 @@ def _save_all_linear(name: str, root: Path, arguments: Mapping[str, Any]) -> Non
         task_type="CAUSAL_LM",
         **arguments,
     )
-    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
+    trained = get_peft_model(load_model(root / "model"), lora)
     train_vectors(trained)
     trained.save_pretrained(root / "all")

@@ -1,12 +1,15 @@
 """Command R and R+ (Cohere), and Command R7B and Command A (Cohere 2): attention and feed-forward side by side,
 LayerNorm, and a scale of the logits. Cohere 2 has no rope in layers without a window.
 
-Cohere 2 MoE has a mixture of experts, in all layers but the first ones.
+Cohere 2 MoE has a mixture of experts, in all layers but the first ones. Command Compass has a rope for each type of
+layers.
 
 Tests: tests/core/test_families.py, tests/core/test_experts.py
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
@@ -15,6 +18,7 @@ from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormKind, Norms, NormSpec
+from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
 from . import glm_moe, reading, rotary
 
@@ -121,6 +125,28 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
     return _model(fields, layers)
 
 
+def _read_compass(fields: ConfigJson) -> ModelConfig:
+    """Layers of each type have a rope of their own, which turns halves; null: they have none."""
+    heads, bias = reading.heads(fields.without("head_dim")), fields.boolean("attention_bias")
+    count = fields.integer("num_hidden_layers")
+    types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [reading.FULL] * count
+    ropes = {kind: _rope_of_type(fields, kind, heads.head_dim) for kind in dict.fromkeys(types)}
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None, qkv_bias=bias, o_bias=bias)
+    layers = [
+        LayerSpec(replace(attention, rope=ropes[kind], window=window), reading.gated(fields), Norms.PARALLEL)
+        for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
+    ]
+    norm = NormSpec(fields.number("layer_norm_eps"), NormKind.LAYER, wide=True)
+    return reading.dense(fields, layers, norm, logits_scale=reading.optional_number(fields, "logit_scale") or 1.0)
+
+
+def _rope_of_type(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig | None:
+    scaling = rotary.rope_fields(fields)
+    if kind in scaling.raw and scaling.raw[kind] is None:
+        return None
+    return rotary.rope(fields, head_dim, of=rotary.whole_rope(fields, kind, {}))
+
+
 def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:
     norm = NormSpec(fields.number("layer_norm_eps"), NormKind.LAYER, wide=True)
     return reading.dense(fields, layers, norm, logits_scale=fields.number("logit_scale"))
@@ -183,4 +209,18 @@ COHERE_2_MOE = Family(
         }
     ),
     nulls=("num_key_value_heads", "rms_norm_eps"),
+)
+COMPASS_TEXT = Family(
+    "Command Compass (text)",
+    ("CohereCompassForCausalLM",),
+    _read_compass,
+    {
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    TensorNames(names={"attention_norm": "input_layernorm"}),
+    nulls=("logit_scale", "num_key_value_heads"),
+    shape=text_shape(256000, 8192, 22528, 40, 64),
 )

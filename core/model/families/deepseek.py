@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3: latent attention. The first layers are dense, the others have routed and shared experts.
 
 Kimi K2 and Moonlight are V3's models. Of V3 experts are chosen by sigmoids with a learned correction, as in GLM-4.5.
+A.X K1 is V3 with a norm behind the experts. DeepSeek-OCR 2 has V2's experts behind attention as of Llama.
 """
 
 from __future__ import annotations
@@ -11,16 +12,12 @@ from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
-from . import glm_moe, latent, reading
+from ..specs.norms import Norms
+from . import glm_moe, latent, reading, rotary
 
 
 def _read_v2(fields: ConfigJson) -> ModelConfig:
-    routing = Routing(1, factor=fields.number("routed_scaling_factor"))
-    if (method := fields.text("topk_method", "greedy")) == "group_limited_greedy":
-        groups, kept = reading.expert_groups(fields)
-        routing = replace(routing, groups=groups, kept_groups=kept, group_best=1)
-    elif method != "greedy":
-        raise fields.refuse("topk_method", f"{method} is not supported; supported: greedy, group_limited_greedy")
+    routing = _greedy(fields)
     if fields.boolean("norm_topk_prob"):
         raise fields.refuse("norm_topk_prob", "transformers leaves it out for this family; only false is supported")
     _check_scoring(fields, "softmax")
@@ -37,6 +34,46 @@ def _read_v3(fields: ConfigJson) -> ModelConfig:
     latent.check_head_dim(fields)
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
     return glm_moe.model(fields, attention)
+
+
+def _read_ax(fields: ConfigJson) -> ModelConfig:
+    first, every = fields.integer("first_k_dense_replace", 1, least=0), fields.integer("moe_layer_freq", 1)
+    if not (has_experts := _typed(fields)):
+        count = fields.integer("num_hidden_layers")
+        has_experts = [index >= first and index % every == 0 for index in range(count)]
+    if fields.is_null("q_lora_rank"):
+        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
+    fields = fields.with_values({"first_k_dense_replace": 0, "num_nextn_predict_layers": 0})
+    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
+    model = glm_moe.model(fields, attention, _NAMES_AX, has_experts=has_experts)
+    layers = [replace(each, norms=Norms.AFTER_MLP) if each.experts else each for each in model.layers]
+    return replace(model, layers=tuple(layers))
+
+
+def _typed(fields: ConfigJson) -> list[bool]:
+    """Which layers have experts, by `mlp_layer_types`; empty where it is missing."""
+    return reading.mlp_layer_types(fields, 0) if fields.texts("mlp_layer_types") else []
+
+
+def _read_ocr(fields: ConfigJson) -> ModelConfig:
+    if fields.boolean("mlp_bias"):
+        raise fields.refuse("mlp_bias", "biases of the shared experts are not supported; only false is")
+    routing = _greedy(fields)
+    if not (has_experts := _typed(fields)):
+        raise fields.refuse("mlp_layer_types", "transformers has no default of it here; dense or sparse for each layer")
+    fields = fields.with_values({"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}).without("head_dim")
+    return glm_moe.model(fields, rotary.attention(fields), routing=routing, has_experts=has_experts)
+
+
+def _greedy(fields: ConfigJson) -> Routing:
+    """V2's router: the experts with the highest shares, or those of the best groups."""
+    routing = Routing(1, factor=fields.number("routed_scaling_factor"))
+    if (method := fields.text("topk_method", "greedy")) == "group_limited_greedy":
+        groups, kept = reading.expert_groups(fields)
+        return replace(routing, groups=groups, kept_groups=kept, group_best=1)
+    if method != "greedy":
+        raise fields.refuse("topk_method", f"{method} is not supported; supported: greedy, group_limited_greedy")
+    return routing
 
 
 def _check_scoring(fields: ConfigJson, supported: str) -> None:
@@ -92,4 +129,47 @@ DEEPSEEK_V3 = Family(
     notes=f"{_NOTE}; draft layers after the last are left out",
     nulls=("norm_topk_prob", "num_key_value_heads", "rope_interleave", "v_head_dim"),
     shape=text_shape(129280, 7168, 18432, 61, 128),
+)
+_NAMES_AX = replace(
+    glm_moe.TENSORS,
+    names={**glm_moe.NAMES, "mlp_out_norm": "mlp.post_mlp_layernorm"},
+    older={"mlp_out_norm": "post_mlp_layernorm"},
+)
+AX_K1 = Family(
+    "A.X K1",
+    ("AXK1ForCausalLM",),
+    _read_ax,
+    {
+        **latent.DEFAULTS,
+        "num_key_value_heads": 64,
+        "rope_interleave": True,
+        "max_position_embeddings": 32768,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 192,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+    },
+    _NAMES_AX,
+    notes=reading.LATENTS_NOTE,
+    nulls=("norm_topk_prob", "rope_interleave"),
+)
+OCR_2_TEXT = Family(
+    "DeepSeek-OCR 2 (text)",
+    (),
+    _read_ocr,
+    {
+        "max_position_embeddings": 2048,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.0,
+    },
+    glm_moe.TENSORS,
+    nulls=("n_group", "num_experts_per_tok", "num_key_value_heads", "topk_group", "topk_method"),
+    shape=text_shape(102400, 4096, 11008, 32, 32),
 )

@@ -1,9 +1,12 @@
 """GPT-NeoX and Pythia: attention and a feed-forward part without a gate side by side, each with a norm, and biases.
 
-q, k and v are one projection, which has the rows of all three by head.
+q, k and v are one projection, which has the rows of all three by head. GPT-NeoX Japanese has the parts one after the
+other, and a bias in the last layer's attention alone.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
@@ -13,7 +16,7 @@ from ..specs.feed_forward import UngatedActivation
 from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
-from . import reading, rotary
+from . import gpt_2, reading, rotary
 
 _QKV = "attention.query_key_value"
 
@@ -32,6 +35,33 @@ def _read(fields: ConfigJson) -> ModelConfig:
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
 
 
+def _read_japanese(fields: ConfigJson) -> ModelConfig:
+    fields = gpt_2.alone(fields).without("rope_theta").without("partial_rotary_factor")
+    fields = reading.renamed(fields, {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
+    heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim))
+    width = fields.integer("hidden_size") * fields.integer("intermediate_multiple_size")
+    fields = fields.with_values({"intermediate_size": width})
+    feed_forward = reading.ungated(fields, default=UngatedActivation.GELU)
+    layers = [LayerSpec(replace(attention, o_bias=at == count - 1), feed_forward) for at in range(count)]
+    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
+
+
+_NAMES = TensorNames(
+    prefixes=("gpt_neox.", ""),
+    heads=("embed_out.weight", "lm_head.weight"),
+    norm="final_layer_norm",
+    embeddings="embed_in",
+    names={
+        **LLAMA_NORMS,
+        "self_attn.o_proj": "attention.dense",
+        "mlp.up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    },
+    fused={_QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+    by_unit=(_QKV,),
+)
+
 GPT_NEOX = Family(
     "GPT-NeoX and Pythia",
     ("GPTNeoXForCausalLM",),
@@ -43,18 +73,23 @@ GPT_NEOX = Family(
         "use_parallel_residual": True,
         "attention_bias": True,
     },
-    TensorNames(
-        prefixes=("gpt_neox.", ""),
-        heads=("embed_out.weight", "lm_head.weight"),
-        norm="final_layer_norm",
-        embeddings="embed_in",
-        names={
-            **LLAMA_NORMS,
-            "self_attn.o_proj": "attention.dense",
-            "mlp.up_proj": "mlp.dense_h_to_4h",
-            "mlp.down_proj": "mlp.dense_4h_to_h",
-        },
-        fused={_QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
-        by_unit=(_QKV,),
+    _NAMES,
+)
+GPT_NEOX_JAPANESE = Family(
+    "GPT-NeoX Japanese",
+    ("GPTNeoXJapaneseForCausalLM",),
+    _read_japanese,
+    {
+        "max_position_embeddings": 2048,
+        "partial_rotary_factor": 1.0,
+        "intermediate_multiple_size": 4,
+        "tie_word_embeddings": True,
+        "bos_token_id": 31996,
+        "eos_token_id": 31999,
+    },
+    replace(
+        _NAMES,
+        prefixes=("gpt_neox_japanese.", ""),
+        names={**_NAMES.names, "self_attn.o_proj.bias": "attention.dense_bias"},
     ),
 )

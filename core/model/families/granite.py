@@ -146,6 +146,22 @@ GRANITE = Family(
     nulls=("num_key_value_heads",),
     shape=text_shape(32000, 4096, 11008, 32, 32),
 )
+DOCLING_TEXT = replace(
+    GRANITE,
+    title="Granite Docling (text)",
+    architectures=(),
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.263,
+        "attention_multiplier": 0.015625,
+        "tie_word_embeddings": True,
+    },
+    shape=text_shape(133800, 1024, 2048, 28, 16),
+)
 _HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}
 GRANITE_4 = Family(
     "Granite 4",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family
+from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
@@ -42,6 +42,16 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
 def _read(fields: ConfigJson) -> ModelConfig:
     layer = LayerSpec(_attention(fields), reading.gated(fields))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+
+
+def _read_vl(fields: ConfigJson) -> ModelConfig:
+    """As `_read`; ropes have sections, and older checkpoints name them, and their type, in other words."""
+    scaling = rotary.rope_fields(fields)
+    kind = rotary.rope_type_of(scaling)
+    if kind == "xdrope":
+        own = {**{name: value for name, value in scaling.raw.items() if name != "type"}, "rope_type": "dynamic"}
+        fields = fields.without("rope_scaling").with_values({"rope_parameters": own})
+    return _read(fields)
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
@@ -107,6 +117,14 @@ HUNYUAN = Family(
     _DEFAULTS,
     TensorNames(names={**LLAMA_NORMS, **_HEAD_NORMS}),
     nulls=("head_dim", "num_key_value_heads"),
+)
+HUNYUAN_VL_TEXT = replace(
+    HUNYUAN,
+    title="HunyuanOCR (text)",
+    architectures=(),
+    read=_read_vl,
+    defaults={**_DEFAULTS, "tie_word_embeddings": True},
+    shape=text_shape(290943, 4096, 11008, 32, 32),
 )
 HUNYUAN_MOE = Family(
     "Hunyuan-A13B",

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, the many models that are saved under their architecture, and CWM, which has windows."""
+"""Llama 2 and 3, the many models that are saved under their architecture, Emu 3, and CWM, which has windows."""
 
 from __future__ import annotations
 
@@ -66,3 +66,17 @@ CWM = Family(
         },
     },
 )  # fmt: skip
+EMU_3_TEXT = replace(
+    LLAMA,
+    title="Emu 3 (text)",
+    architectures=("Emu3ForCausalLM",),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 9216,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "bos_token_id": 151849,
+        "eos_token_id": 151850,
+    },
+    shape=text_shape(184622, 4096, 14336, 32, 32),
+)

@@ -146,6 +146,15 @@ _DEFAULTS_4 = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+MISTRAL_4 = Family(
+    "Mistral Small 4 (text)",
+    ("Mistral4ForCausalLM",),
+    _read_4,
+    {**_DEFAULTS_4, "num_key_value_heads": 32},
+    glm_moe.TENSORS,
+    notes=reading.LATENTS_NOTE,
+    nulls=("head_dim", "num_key_value_heads", "v_head_dim"),
+)
 MISTRAL_3 = Family(
     "Mistral Small 3 and 4, and Ministral 3",
     ("Mistral3ForConditionalGeneration",),

@@ -38,11 +38,16 @@ def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> M
 
 
 def _read_1(fields: ConfigJson) -> ModelConfig:
-    if fields.has("clip_qkv"):
-        raise fields.refuse("clip_qkv", "queries, keys and values are not clipped; only null is supported")
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=rope,
+        qkv_bias=bias,
+        o_bias=bias,
+        clip=reading.optional_number(fields, "clip_qkv"),
+    )
     norm = NormSpec(1e-5, NormKind.LAYER, wide=True, weightless=True)
     layer = LayerSpec(attention, reading.gated(fields))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
@@ -69,7 +74,6 @@ OLMO_1 = Family(
     ("OlmoForCausalLM",),
     _read_1,
     {"max_position_embeddings": 2048},
-    notes="models that clip queries, keys and values (`clip_qkv`) are refused",
 )
 OLMO_2 = Family(
     "OLMo 2",

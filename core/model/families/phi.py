@@ -5,6 +5,8 @@ Phi-1, 1.5 and 2 have attention and a feed-forward part without a gate side by s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -55,6 +57,19 @@ PHI_3 = Family(
     notes="with longrope, up to the original positions unless `--max-model-len` asks for more",
     nulls=("num_key_value_heads",),
     shape=text_shape(32064, 3072, 8192, 32, 32),
+)
+PHI_4_MULTIMODAL = replace(
+    PHI_3,
+    title="Phi-4 Multimodal (text)",
+    architectures=("Phi4MultimodalForCausalLM",),
+    defaults={
+        **PHI_3.defaults,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "bos_token_id": 199999,
+    },
+    tensors=replace(PHI_3.tensors, left_out=("model.embed_tokens_extend.",)),
+    notes=f"text only; {PHI_3.notes}",
 )
 PHI_2 = Family(
     "Phi-1, 1.5 and 2",

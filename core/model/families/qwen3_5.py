@@ -59,7 +59,7 @@ def _model(
     norm = reading.rms_norm(fields, one_plus=True)
     if feed_forward.activation != "silu":
         raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
-    mixers = {reading.FULL: attention, _LINEAR: _delta(fields, norm.eps)}
+    mixers = {reading.FULL: attention, _LINEAR: delta(fields, norm.eps)}
     types = _layer_types(fields)
     has_experts = has_experts or [True] * len(types)
     plain = feed_forward if all(has_experts) else reading.gated(fields)
@@ -84,7 +84,8 @@ def _by_axes(fields: ConfigJson) -> AttentionSpec:
     return found if found.rope is None else replace(found, rope=rotary.in_turns(fields, found.rope, (11, 11, 10)))
 
 
-def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
+def delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
+    """The mixer of layers of Gated DeltaNet. eps: of its norm."""
     k_heads, v_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     if v_heads % k_heads:
         raise fields.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads, {k_heads}, is needed")

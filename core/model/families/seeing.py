@@ -8,8 +8,10 @@ Tests: tests/core/test_text_parts.py
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ...requests.blocks import Blocks
 from ..config_json import ConfigJson
@@ -104,40 +106,64 @@ _TENSORS = replace(
 )
 
 
-def _reader(
-    default: str, left_out: tuple[str, ...] = (), *, scales_logits: bool = False
+class Around(NamedTuple):
+    """Names that a checkpoint has, besides those of most models that see: see `TensorNames`."""
+
+    prefixes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    older: Mapping[str, str] = MappingProxyType({})
+
+
+PLAIN = Around()
+
+
+def reader(
+    default: str,
+    left_out: tuple[str, ...] = (),
+    *,
+    texts: Mapping[str, Family] = MappingProxyType(TEXTS),
+    around: Around = PLAIN,
+    scaled: bool = False,
 ) -> Callable[[ConfigJson], ModelConfig]:
-    """default: the type of a text part that names none. left_out: fields of it that say how images are seen. In
-    transformers, these models neither scale nor cap logits, even if their text part does so alone; scales_logits: but
-    for this one.
+    """default: the type of a text part that names none. left_out: fields of it that say how images are seen. texts: by
+    their types. around: further names. scaled: logits are scaled and capped as the text part says; in transformers,
+    most of these models do neither, even if their text part does so alone.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
         name = fields.raw.get("model_type") or default
-        if not isinstance(name, str) or (family := TEXTS.get(name)) is None:
-            raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(TEXTS)}")
+        if not isinstance(name, str) or (family := texts.get(name)) is None:
+            raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(texts)}")
         fields = fields.with_defaults({**family.defaults, **family.shape})
         for each in left_out:
             fields = fields.without(each)
         model = family.read(fields.with_nulls(NULLS | {*family.nulls}))
-        tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors)
+        tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors, around)
         model = replace(model, tensors=tensors)
-        return model if scales_logits else replace(model, logits_scale=1.0, logits_softcap=None)
+        return model if scaled else replace(model, logits_scale=1.0, logits_softcap=None)
 
     return read
 
 
 def _read_granite_4(fields: ConfigJson) -> ModelConfig:
     """Rows of images are added to embeddings that have been scaled."""
-    return replace(_reader("granite4_vision_text", scales_logits=True)(fields), scales_image_rows=False)
+    return replace(reader("granite4_vision_text", scaled=True)(fields), scales_image_rows=False)
 
 
-def _beside_vision(own: TensorNames) -> TensorNames:
+def _beside_vision(own: TensorNames, around: Around) -> TensorNames:
     """The names of a text model's tensors where it is a part, its draft layers among those that are left out."""
-    drafts = {match[0] for each in own.left_out if (match := re.search(r"\blayers\.\d+\.$", each))}
-    left_out = (f"{prefix}{each}" for each in sorted(drafts) for prefix in _TENSORS.prefixes)
-    left_out = (*_TENSORS.left_out, *own.left_out, *left_out)
-    return replace(own, prefixes=_TENSORS.prefixes, heads=_TENSORS.heads, left_out=left_out)
+    prefixes = (*around.prefixes, *_TENSORS.prefixes)
+    unread = {match[0] for each in own.left_out if (match := re.search(r"\blayers\.\d+\.$", each))}
+    left_out = (f"{prefix}{each}" for each in sorted(unread) for prefix in prefixes)
+    left_out = (*around.left_out, *_TENSORS.left_out, *own.left_out, *left_out)
+    return replace(
+        own,
+        prefixes=prefixes,
+        heads=(*around.heads, *_TENSORS.heads),
+        left_out=left_out,
+        older={**own.older, **around.older},
+    )
 
 
 def _family(
@@ -149,12 +175,12 @@ def _family(
     vision: VisionSpec | None = None,
     why_text_alone: str = "",
 ) -> Family:
-    """text: see `_reader`. tied: whether embeddings are, where no field says so."""
+    """text: see `reader`. tied: whether embeddings are, where no field says so."""
     defaults = {"tie_word_embeddings": tied}
     title = title if vision else f"{title} (text)"
     notes = notes or (SEES if vision else "text only")
     more = {"notes": notes, "vision": vision, "why_text_alone": why_text_alone}
-    return Family(title, architectures, _reader(text), defaults, _TENSORS, **more)
+    return Family(title, architectures, reader(text), defaults, _TENSORS, **more)
 
 
 LLAVA = _family(
@@ -303,6 +329,6 @@ PALIGEMMA = replace(
         tied=True,
         vision=replace(PROJECTED, arguments=("pixel_values",), copied=("linear",), token=256000, blocks=Blocks.PROMPT),
     ),
-    read=_reader("gemma", ("use_bidirectional_attention",)),
+    read=reader("gemma", ("use_bidirectional_attention",)),
 )
 MINICPM_V = _family("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", text="qwen3_5_text")

@@ -5,7 +5,7 @@ Tests: tests/core/model/program/test_builder.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from .ops import (
     AllReduce,
     Attend,
     Begin,
+    Clip,
     Concat,
     CorrectStreams,
     End,
@@ -144,7 +145,8 @@ class _Builder:
     def _output(self, y: str, slot: str, norms: tuple[str, ...] | None = None) -> str:
         """What a part adds to the residual stream."""
         if slot in (self._norms if norms is None else norms):
-            self._put(Norm(y, y, slot, self.norm))
+            eps = self.spec.out_eps
+            self._put(Norm(y, y, slot, self.norm if eps is None else replace(self.norm, eps=eps)))
         self._scaled(y, self.spec.residual_multiplier, y)
         return y
 
@@ -157,6 +159,8 @@ class _Builder:
                 self._put(Scale("r", "r", weight="beside_factors"))
             rows = self._scaled(rows, second.attention_in, "n")
         self._gemm(Group.MIXER_IN, rows, "in")
+        if isinstance(mixer, AttentionSpec) and mixer.clip is not None:
+            self._put(Clip("in", mixer.clip))
         if isinstance(mixer, RecurrentSpec):
             self._gates_of_latents(mixer)
             self.reads.append(Kept("in", (mixer.in_size,)))
@@ -209,7 +213,7 @@ class _Builder:
             self.mixed.append(Kept("m", (second.mixer.out_size,)))
         self._ops = self.parts[2]
         if isinstance(mixer, AttentionSpec) and mixer.output_gate is not None:
-            self._put(GateOutput("a", "gates", "a"))
+            self._put(GateOutput("a", "gates", "a", mixer.softplus_gates))
         self._gemm(Group.MIXER_OUT, "a", "y")
         if second is not None:
             self._beside_output(second)

@@ -71,7 +71,7 @@ class EndPrograms:
 def end_programs(config: ModelConfig) -> EndPrograms:
     """The programs of a model's ends. config: of the model, or of a TP rank's share."""
     streams = stream_slots(config.streams)
-    final = Norm(STREAM, STATES, "norm", config.norm)
+    final = Norm(STREAM, STATES, "norm", config.final_norm)
     return EndPrograms(
         embed=tuple(_embed(config)),
         inputs=tuple(_inputs(config)),
@@ -107,7 +107,7 @@ def _embed(config: ModelConfig) -> list[Op]:
     if config.media:
         found.append(EmbedMedia(STREAM, STREAM, config.media[0].first))
     if config.embedding_norm:
-        found.append(Norm(STREAM, STREAM, "norm", config.norm))
+        found.append(Norm(STREAM, STREAM, "embed_norm", config.norm))
     return found if config.vision is None else [*found, PlaceImages(STREAM, "embed")]
 
 

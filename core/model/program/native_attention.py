@@ -19,6 +19,7 @@ from .native_buffers import NoNativeOp
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
     HeadNorm.ALL: NativeHeadNorm.ALL,
     HeadNorm.OWN: NativeHeadNorm.OWN,
+    HeadNorm.BIASED: NativeHeadNorm.BIASED,
 }
 
 
@@ -43,6 +44,7 @@ def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
         "k_scale": lambda at: at.kv_scales.k,
         "v_scale": lambda at: at.kv_scales.v,
         "sinks": weight_of("sinks"),
+        "slopes": weight_of("slopes"),
         **_norms(mixer),
         **_positions(mixer),
     }

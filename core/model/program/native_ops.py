@@ -38,6 +38,7 @@ from .ops import (
     AllReduce,
     Attend,
     Begin,
+    Clip,
     Concat,
     End,
     GateOutput,
@@ -319,6 +320,12 @@ class _Lowering:
         x = self._buffers.reads[at][op.x]
         self._emit("AddMedia", x=Held(x), width=x.width, part=op.part)
 
+    def _clip(self, at: int, op: Clip) -> None:
+        if native_library.lacks("OpKind.kClip"):
+            raise NoNativeOp("clipping of queries, keys and values")
+        x, column, width = self._read(at, op.x)
+        self._emit("Clip", x=x, column=column, width=width, limit=op.limit)
+
     def _sum(self, at: int, op: Sum) -> None:
         x, y = (self._buffers.reads[at][name_of(each)] for each in (op.x, op.y))
 
@@ -347,6 +354,7 @@ class _Lowering:
             q=Held(q, "Rounded"),
             out=self._rounded[out],
             output_gate=_OUTPUT_GATES[mixer.output_gate],
+            softplus_gates=int(mixer.softplus_gates),
             **attend_arguments(mixer, op.norm),
         )
         self._done |= {at + 1, last}
@@ -404,6 +412,7 @@ class _Lowering:
         Activate: _activate,
         Add: _add,
         AddMedia: _add_media,
+        Clip: _clip,
         Concat: _concat,
         Gemm: _gemm,
         Heads: _heads,

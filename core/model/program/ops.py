@@ -170,12 +170,13 @@ class Attend(Op):
 
     READS = ("q",)
     WRITES = ("out",)
-    SLOTS = ("sinks",)
+    SLOTS = ("sinks", "slopes")
 
     q: str
     out: str
     attention: AttentionSpec
     sinks: str = "sinks"
+    slopes: str = "slopes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class LatentAttend(Op):
 
 @dataclass(frozen=True, slots=True)
 class GateOutput(Op):
-    """`x · sigmoid(gates)`."""
+    """`x · sigmoid(gates)`, or `x · log(1 + e^gates)`."""
 
     READS = ("x", "gates")
     WRITES = ("out",)
@@ -207,6 +208,7 @@ class GateOutput(Op):
     x: str
     gates: str
     out: str
+    softplus: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +326,17 @@ class Scale(Op):
 
     in_place: bool = False
     """The memory of x is changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(Op):
+    """x becomes at least -limit and at most limit, in place."""
+
+    READS = ("x",)
+    WRITES = ("x",)
+
+    x: str
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)

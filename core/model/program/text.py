@@ -25,6 +25,7 @@ from .ops import (
     AddToOthers,
     Attend,
     Begin,
+    Clip,
     CorrectStreams,
     End,
     Gemm,
@@ -77,7 +78,7 @@ def _lines(layer: LayerSpec, program: LayerProgram, hidden: int) -> Iterator[str
 def _aligned(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Formulas, and behind the longest one their details."""
     rows = list(rows)
-    width = max(len(formula) for formula, _ in rows)
+    width = max((len(formula) for formula, _ in rows), default=0)
     return (f"{formula:{width}}  {detail}".rstrip() for formula, detail in rows)
 
 
@@ -127,8 +128,8 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _experts(op.spec)
         case Activate():
             return str(op.activation)
-        case Scale():
-            return op.weight or f"{op.factor:g}"
+        case Scale() | Clip():
+            return f"within ±{op.limit:g}" if isinstance(op, Clip) else op.weight or f"{op.factor:g}"
     return ""
 
 
@@ -146,6 +147,7 @@ _HEAD_NORMS = {
     HeadNorm.ALL: "normalised together, ",
     HeadNorm.BARE: "each normalised without weights, ",
     HeadNorm.OWN: "each normalised with weights of its own, ",
+    HeadNorm.BIASED: "each normalised with weights and biases, ",
     HeadNorm.ROTATED: "each normalised after it is rotated, ",
 }
 
@@ -173,7 +175,7 @@ def _attention(mixer: AttentionSpec) -> str:
         seen = f"its own chunk of {mixer.window:,} tokens"
     cap = "" if mixer.softcap is None else f", soft cap {mixer.softcap:g}"
     seen += _BLOCKS[mixer.blocks]
-    return f"sees {seen}; scale {mixer.scale:g}{cap}{', sinks' * mixer.sinks}"
+    return f"sees {seen}; scale {mixer.scale:g}{cap}{', sinks' * mixer.sinks}{', slopes' * bool(mixer.slopes)}"
 
 
 def _experts(spec: Experts) -> str:

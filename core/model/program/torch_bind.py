@@ -27,6 +27,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.AddToOthers: add_to_others,
     ops.AllReduce: torch_ops.all_reduce,
     ops.Attend: torch_ops.attend,
+    ops.Clip: torch_other_ops.clip,
     ops.Concat: torch_other_ops.concat,
     ops.CorrectStreams: correct_streams,
     ops.GateOutput: torch_other_ops.gate_output,

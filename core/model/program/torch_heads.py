@@ -30,7 +30,7 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
     window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
-    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks)
+    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks, bool(mixer.slopes))
     return PLAIN if found == PLAIN else found
 
 
@@ -45,7 +45,7 @@ def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, mo
         return None
     if attention.head_norm is not HeadNorm.ALL:
         ranks = None
-    if attention.head_norm is HeadNorm.OWN:
+    if attention.head_norm in (HeadNorm.OWN, HeadNorm.BIASED):
         return HeadNorms(q, k, norm.eps, own=True)
     if attention.head_norm is HeadNorm.ROTATED:
         ones = torch.ones_like(q)

@@ -254,8 +254,8 @@ def attend(op: Attend, at: OpContext) -> Run:
         with span("attn.run"):
             of_group, (k, v) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
             q, out, scales = step.names[op.q], step.kept.get(kept), model.kv_scales[kv]
-            sinks = at.weights.get(op.sinks)
-            step.names[op.out] = of_group.run(q, k, v, out, scores, sinks=sinks, kv_scales=scales)
+            own = {"sinks": at.weights.get(op.sinks), "slopes": at.weights.get(op.slopes)}
+            step.names[op.out] = of_group.run(q, k, v, out, scores, kv_scales=scales, **own)
 
     return run
 

@@ -14,7 +14,7 @@ from ..moe.experts import ExpertWeights, mix_experts
 from ..moe.stacked_experts import StackedExperts
 from ..nvtx_spans import span
 from .builder import Kept
-from .ops import AddMedia, Concat, GateOutput, Mix, Moe, Scale, SparseGates, Sum
+from .ops import AddMedia, Clip, Concat, GateOutput, Mix, Moe, Scale, SparseGates, Sum
 from .torch_ops import kind_of
 from .torch_step import OpContext, Run, Step, reader
 
@@ -23,7 +23,7 @@ def gate_output(op: GateOutput, _: OpContext) -> Run:
     def run(step: Step) -> None:
         names = step.names
         gates = names[op.gates]
-        names[op.out] = elementwise.gate_output(names[op.x], gates)
+        names[op.out] = elementwise.gate_output(names[op.x], gates, softplus=op.softplus)
 
     return run
 
@@ -85,6 +85,13 @@ def add_media(op: AddMedia, _: OpContext) -> Run:
         if (media := step.batch.media) is not None:
             x = step.names[op.x]
             x.index_add_(0, media.places.to(x.device), media.part(op.part, x.shape[1]).to(x.device, x.dtype))
+
+    return run
+
+
+def clip(op: Clip, _: OpContext) -> Run:
+    def run(step: Step) -> None:
+        step.names[op.x].clamp_(-op.limit, op.limit)
 
     return run
 

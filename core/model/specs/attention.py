@@ -36,6 +36,9 @@ class HeadNorm(StrEnum):
     OWN = "own"
     """LayerNorm of every head by itself, each with weights of its own, `[heads · head_dim]`: Command R+."""
 
+    BIASED = "biased"
+    """LayerNorm of every head by itself, with weights and biases `[head_dim]` that all heads have: Persimmon."""
+
     ROTATED = "rotated"
     """Every head by itself after it was rotated, with weights `[head_dim]`: Hunyuan. Rotating changes no norm, so heads
     are divided by their norms before, and the queries alone are multiplied by both weights after.
@@ -130,12 +133,23 @@ class AttentionSpec:
     o_bias: bool = False
 
     output_gate: OutputGate | None = None
-    """Gates of what was attended: `o_proj(attended · sigmoid(gate))`."""
+    """Gates of what was attended: `o_proj(attended · sigmoid(gate))`, unless `softplus_gates`."""
+
+    softplus_gates: bool = False
+    """Gates multiply by `log(1 + e^gate)`, rather than by their sigmoids (Laguna)."""
 
     query_growth: QueryGrowth | None = None
 
     sinks: bool = False
     """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""
+
+    slopes: tuple[float, ...] = ()
+    """What a head's score loses for each token between its key and the query (ALiBi, arXiv 2108.12409), of all ranks'
+    heads; empty: nothing.
+    """
+
+    clip: float | None = None
+    """Queries, keys and values are at most so large, before they are normalised and rotated (MPT, OLMo)."""
 
     kv_copies: int = 1
     """TP ranks that have the same K/V heads, because there are more ranks than heads."""

@@ -50,7 +50,7 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
 
     norm: NormSpec
-    """Of every norm of the model."""
+    """Of every norm of the model, but for `last_norm`."""
 
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -62,7 +62,22 @@ class ModelConfig:
     """Factor of the embeddings, rounded to the dtype that the model is computed in."""
 
     embedding_norm: bool = False
-    """Embeddings are normalised, as the last layer's output is (nanochat); the norm is weightless."""
+    """Embeddings are normalised by a norm of the kind of the others, with weights of its own where those have any
+    (nanochat, BLOOM).
+    """
+
+    last_norm: NormSpec | None = None
+    """Of the norm behind all layers, where it differs; its kind is the others' (Muse Glimmer)."""
+
+    embedding_rows_eps: float | None = None
+    """The eps of a norm of each token's embedding, without weights, to whose output adapters add: rows are normalised
+    when they are read. None: there is none (Muse Glimmer).
+    """
+
+    further_embeddings: int = 0
+    """Rows of the checkpoint's embeddings behind those of `vocab_size`: of tokens that stand for images or sound, which
+    no logit is of. They are not kept.
+    """
 
     position_table: PositionTable | None = None
     """The table of position embeddings, which are added to the tokens'; None: the model has none."""
@@ -151,6 +166,11 @@ class ModelConfig:
         ):
             if len(shapes) > 1:
                 raise UnsupportedModel(f"layers of different shapes are not supported: {sorted(map(str, shapes))}")
+
+    @property
+    def final_norm(self) -> NormSpec:
+        """Of the norm behind all layers."""
+        return self.norm if self.last_norm is None else self.last_norm
 
     @property
     def num_layers(self) -> int:
@@ -280,7 +300,7 @@ class ModelConfig:
         fused = (
             (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
             for path, parts in self.tensors.fused.items()
-            if not by_path.keys().isdisjoint(parts)  # of projections
+            if path not in self.tensors.apart and not by_path.keys().isdisjoint(parts)  # of projections
         )
         renamed = ((each.name, names[each.path]) for each in self.projections if each.path in names)
         biased = tuple(
@@ -310,6 +330,7 @@ class ModelConfig:
             embeddings=self.tensors.embeddings,
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,
+            norms_embeddings=self.embedding_rows_eps is not None,
             model_type=self.model_type,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

@@ -147,6 +147,9 @@ class LayerSpec:
     streams: StreamsSpec | None = None
     """None: the residual is one stream. A layer of several is whole, has `Norms.AROUND` and a further input."""
 
+    out_eps: float | None = None
+    """Of the norms of what its parts add; None: that of the others (Muse Glimmer)."""
+
     @property
     def is_whole(self) -> bool:
         """True if it has a mixer and a feed-forward part."""

@@ -18,6 +18,9 @@ class Norms(StrEnum):
     AROUND = "around"
     """`x += norm_out(f(norm(x)))`: Gemma, GLM-4."""
 
+    AFTER_MLP = "before, and after the feed-forward part"
+    """`x += mixer(norm(x)); x += norm_out(feed_forward(norm_2(x)))`: A.X K1's layers with experts."""
+
     PARALLEL = "parallel"
     """`n = norm(x); x += mixer(n) + feed_forward(n)`: Cohere."""
 

@@ -77,6 +77,9 @@ class TensorNames:
     positions: str = ""
     """The name of the table of positions, of families that have one."""
 
+    embedding_norm: str = ""
+    """The name of the norm of embeddings, of families that have one with weights."""
+
     layers: str = "layers"
     """The name before a layer's number."""
 
@@ -91,6 +94,9 @@ class TensorNames:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order; used unless the checkpoint has a
     tensor for each of them instead."""
+
+    apart: tuple[str, ...] = ()
+    """Tensors of `fused` whose parts are modules of their own in transformers, as adapters have them (Lara Mini)."""
 
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A tensor in a layer → the tensors whose rows follow one another in it, where a checkpoint has these instead. How

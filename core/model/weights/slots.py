@@ -58,6 +58,7 @@ _NORMS = {
     Norms.BEFORE: ("attention_norm", "mlp_norm"),
     Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
     Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
+    Norms.AFTER_MLP: ("attention_norm", "mlp_norm", "mlp_out_norm"),
     Norms.PARALLEL: ("attention_norm",),
     Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
 }
@@ -108,7 +109,7 @@ class SlotTensor:
     """The number of equal units of its second dimension that ranks share, likewise."""
 
     made: tuple[float, ...] = ()
-    """No checkpoint has it: the numbers in each part of its first dimension."""
+    """No checkpoint has it: the numbers in each part of its first dimension, or in each of its rows."""
 
     def share(self, rank: int, size: int) -> tuple[Part, ...]:
         """The share of one of `size` ranks: parts, one after the other in its first dimension."""
@@ -118,10 +119,13 @@ class SlotTensor:
         columns = (share_of(self.shape[1], self.columns, rank, size),) if self.columns else ()
         return tuple((each, *columns) for each in rows)
 
-    def widths(self, rank: int, size: int) -> tuple[int, ...]:
-        """Widths of a rank's share of each part of its first dimension."""
-        rows = sections_of(self.rows, rank, size) if self.rows else (slice(0, self.shape[0]),)
-        return tuple(each.stop - each.start for each in rows)
+    def numbers(self, rank: int, size: int) -> list[float]:
+        """A rank's share of the numbers that no checkpoint has."""
+        widths = [width for width, _ in self.rows] or [self.shape[0]]
+        parts = [[each] * width for each, width in zip(self.made, widths, strict=False)]
+        every = [*self.made] if len(self.made) == self.shape[0] else [number for part in parts for number in part]
+        rows = sections_of(self.rows, rank, size) if self.rows else (slice(None),)
+        return [number for own in rows for number in every[own]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,9 @@ class _Layer:
         if spec.attention is not None and spec.attention.sinks:
             heads = spec.attention.num_heads
             yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), Keep.PLAIN)
+        if spec.attention is not None and (slopes := spec.attention.slopes):
+            heads = spec.attention.num_heads
+            yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
         yield from self._matrices(Group.DECAY_UP, Group.OUTPUT_GATE_UP)
         yield from self._further()
         yield from self._beside()
@@ -329,10 +336,11 @@ def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
         widths = {"q_norm": (mixer.q_size, mixer.num_heads), "k_norm": (mixer.kv_size, mixer.num_kv_heads)}
     else:
         widths = {"q_norm": (mixer.head_dim, 0), "k_norm": (mixer.head_dim, 0)}
+    ends = ("weight", "bias") if mixer.head_norm is HeadNorm.BIASED else ("weight",)
     for name, (width, units) in widths.items():
         if width and not (mixer.shares_kv and name == "k_norm"):
             rows = ((width, units),) if units else ()
-            yield Slot(name, (SlotTensor(f"self_attn.{name}.weight", (width,), rows),), Keep.NORM)
+            yield Slot(name, tuple(SlotTensor(f"self_attn.{name}.{end}", (width,), rows) for end in ends), Keep.NORM)
 
 
 def _rows(projection: Projection) -> tuple[tuple[int, int], ...]:

@@ -26,7 +26,7 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 #: Of several streams, by number.
 STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
 
-POSITIONS = "model.position_table.weight"
+POSITIONS, EMBED_NORM = "model.position_table.weight", "model.embed_norm.weight"
 
 #: Of further inputs of layers.
 INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
@@ -50,8 +50,9 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     """The parts of a model that are of no layer, by name; a tied `lm_head.weight` is not among them."""
     vocab, hidden = config.vocab_size, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBED: (vocab, hidden)}
-    if not config.norm.weightless:
-        shapes |= dict.fromkeys((NORM, bias_of(NORM)) if config.norm.biased else (NORM,), (hidden,))
+    for norm in (NORM, EMBED_NORM) if config.embedding_norm else (NORM,):
+        if not config.norm.weightless:
+            shapes |= dict.fromkeys((norm, bias_of(norm)) if config.norm.biased else (norm,), (hidden,))
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (vocab, hidden)
     if config.head_bias and config.has_lm_head:
@@ -131,7 +132,8 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
     found[EMBED] = Source(f"{prefix}{tensors.embeddings}.weight")
     found[POSITIONS] = Source(f"{prefix}{tensors.positions}.weight")
-    biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, LM_HEAD)}
+    found[EMBED_NORM] = Source(f"{prefix}{tensors.embedding_norm}.weight")
+    biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, EMBED_NORM, LM_HEAD)}
     for part in model_parts(config):
         around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
         found.setdefault(part, biases.get(part) or Source(around + part.removeprefix(_MODEL)))

@@ -151,6 +151,9 @@ class WeightLoader(Weights):
             rows, *others = shapes[name]
             matrix = (rows // len(numbers), *others)
             shapes[name] = (len(numbers), *(matrix[::-1] if name in transposed else matrix))
+        if (embed := self._sources[EMBED].name) in shapes:  # rows beyond the head's are not read
+            rows, *others = shapes[embed]
+            shapes[embed] = (rows + self._config.further_embeddings, *others)
         return shapes | {name: shapes[name][::-1] for name in transposed - experts.keys()}
 
     def _not_transposed(self) -> dict[str, Source]:

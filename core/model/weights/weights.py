@@ -21,6 +21,7 @@ from ..checkpoints.quantization.round_to_nearest import RoundToNearest
 from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from ..moe.experts import ExpertPack, ListedExperts
 from ..specs.config import ModelConfig
+from ..specs.norms import NormSpec
 from ..specs.positions import sinusoids
 from .layer_weights import LayerWeights
 from .narrow_bytes import kept_bytes
@@ -28,6 +29,7 @@ from .shard import WHOLE, Shard
 from .slots import EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
 from .tensor_parts import (
     EMBED,
+    EMBED_NORM,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
@@ -48,6 +50,10 @@ from .weight_plan import LEFT, WeightPlan
 
 #: Makes the kept form of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
+
+
+#: Rows of embeddings that are normalised at a time.
+_ROWS = 4096
 
 
 class Weights(ABC):
@@ -85,7 +91,11 @@ class Weights(ABC):
 
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
-        return self._read(self._embed_name)
+        rows = self._read(self._embed_name)
+        if (eps := self._config.embedding_rows_eps) is not None:
+            for some in rows.split(_ROWS):  # in place: the table is large
+                some.copy_(rms_norm(some.float(), torch.ones(some.shape[1], device=some.device), eps))
+        return rows
 
     plan: WeightPlan = LEFT
     """How matrices are kept: those that stay narrow are read as they are stored."""
@@ -142,7 +152,11 @@ class Weights(ABC):
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""
-        return self._norm(NORM)
+        return self._norm(NORM, self._config.final_norm)
+
+    def embedding_norm(self) -> torch.Tensor | None:
+        """The norm of embeddings, as `norm`; None: the model has none."""
+        return self._norm(EMBED_NORM) if self._config.embedding_norm else None
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
@@ -162,11 +176,11 @@ class Weights(ABC):
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
 
-    def _norm(self, name: str) -> torch.Tensor:
+    def _norm(self, name: str, of: NormSpec | None = None) -> torch.Tensor:
         """A norm's weight, in float32 where products with it are rounded once; with a bias `[2, hidden]` of both. Ones
         where no checkpoint has it.
         """
-        spec = self._config.norm
+        spec = of or self._config.norm
         if name not in self._tensors:
             return torch.ones(self._config.hidden_size, dtype=torch.float32 if spec.wide else self._dtype)
         weight = self._read(name)
@@ -214,7 +228,7 @@ class Weights(ABC):
                 return self._read(*names, dtype=torch.float32) * slot.factor
             case Keep.NORM:
                 return self._norm(names[0])
-            case Keep.PLAIN if any(each.made for each in tensors):
+            case Keep.PLAIN | Keep.FLOAT32 if any(each.made for each in tensors):
                 return self._partly_made(at, tensors)
         return self._read(*names, dtype=torch.float32 if slot.keep is Keep.FLOAT32 else None)
 
@@ -227,8 +241,7 @@ class Weights(ABC):
 
     def _made(self, tensor: SlotTensor, like: torch.Tensor) -> torch.Tensor:
         """The rank's share of numbers that no checkpoint has."""
-        widths = tensor.widths(self._shard.rank, self._shard.size)
-        return torch.cat([like.new_full((width,), each) for width, each in zip(widths, tensor.made, strict=True)])
+        return like.new_tensor(tensor.numbers(self._shard.rank, self._shard.size))
 
     def _left_out(self, at: str, slot: Slot) -> None:
         """What other ranks have of a slot that only the first rank has: nothing."""

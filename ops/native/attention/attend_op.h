@@ -87,7 +87,8 @@ class Attention {
                                   w.softcap,
                                   w.window,
                                   w.chunked != 0,
-                                  w.sinks};
+                                  w.sinks,
+                                  w.slopes};
         if (w.head_norm == kAllHeads) normalise_heads(me, w, step.tokens, y);
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++)
@@ -172,11 +173,18 @@ class Attention {
     void gate(const AttendOp& w, const float* y, int first, int count, X* out) const {
         const int n = w.heads.dim;
         const float* behind = y + w.q_rows() + w.kv_rows();
+        auto each = [&](const float* gates, int h) {
+            if (w.softplus_gates) apply_softplus(gates, n, out + h * n);
+            else apply_gate(gates, n, out + h * n);
+        };
         for (int h = first; h < first + count; h++) switch (w.output_gate) {
                 case kNoGate: return;
-                case kBesideQueries: apply_gate(y + (2 * h + 1) * n, n, out + h * n); break;
-                case kOfHeads: apply_gate_of_all(behind[h], n, out + h * n); break;
-                case kApart: apply_gate(behind + h * n, n, out + h * n);
+                case kBesideQueries: each(y + (2 * h + 1) * n, h); break;
+                case kOfHeads:
+                    if (w.softplus_gates) apply_softplus_of_all(behind[h], n, out + h * n);
+                    else apply_gate_of_all(behind[h], n, out + h * n);
+                    break;
+                case kApart: each(behind + h * n, h);
             }
     }
 
@@ -218,6 +226,7 @@ class Attention {
         const int n = w.heads.dim;
         if (w.head_norm == kEachHead) rms_norm(x, norm, n, w.eps, x);
         if (w.head_norm == kOwnHeads) layer_norm(x, norm + head * n, nullptr, n, w.eps, x);
+        if (w.head_norm == kBiasedHeads) layer_norm(x, norm, norm + n, n, w.eps, x);
     }
 
     // The norm of a head of v, which has no weights.

@@ -21,6 +21,7 @@ namespace chorus {
 //   window      keys that a query sees, its own included; 0: all
 //   chunked     a query sees those of its own chunk of so many, up to its own
 //   sinks       [heads]: one more score of each query head, of a value of zeros; null: there is none
+//   slopes      [heads]: a score loses so much for each token from the key to the query's own; null: nothing
 template <class T>
 struct PagedCache {
     T *k, *v;
@@ -29,7 +30,7 @@ struct PagedCache {
     float scale, v_scale, softcap;
     int window;
     bool chunked;
-    const float* sinks;
+    const float *sinks, *slopes;
 
     // The first key that a query sees, of `visible` up to its own.
     int first(int visible) const {
@@ -110,6 +111,20 @@ inline float softmax(float* scores, int first, int visible, int padded, float sc
     return 1.0f / (sink ? total + sum(keep(exp16(floats(*sink) - highest), head(1), floats(0))) : total);
 }
 
+// scores = scale · scores + slope · (s - own), of scores s from begin on.
+//
+//   scores      [end], of keys in order
+//   begin, end  multiples of 16
+//   own         the query's own key
+inline void lean(float* scores, int begin, int end, float scale, float slope, int own) {
+    static const float steps[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats factor = floats(scale), by = floats(slope), first = load16(steps);
+    for (int s = begin; s < end; s += kLanes) {
+        const Floats bias = by * (first + floats((float)(s - own)));
+        store16(scores + s, fma(load16(scores + s), factor, bias));
+    }
+}
+
 // Weights of the keys that a query sees, before they are divided by their sum, as X in the memory of their scores; returns
 // what their sum over stored values is multiplied by: the values' scale / the weights' sum.
 //
@@ -125,6 +140,10 @@ inline float weights_of(const PagedCache<T>& cache, float* scores, int first, in
     if (cache.softcap != 0) {
         const int begin = first / kLanes * kLanes;
         cap(scores + begin, padded - begin, scale, cache.softcap);
+        scale = 1;
+    }
+    if (cache.slopes) {
+        lean(scores, first / kLanes * kLanes, padded, scale, cache.slopes[query], visible - 1);
         scale = 1;
     }
     const float* sink = cache.sinks ? cache.sinks + query : nullptr;

@@ -111,6 +111,7 @@ class LatentsPart {
                                   0,
                                   0,
                                   false,
+                                  nullptr,
                                   nullptr};
         const Plan& plan = plans_[plan_of(w)];
         for (size_t b = 0; b < plan.size(); b++) {

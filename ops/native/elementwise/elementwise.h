@@ -159,6 +159,12 @@ inline void add_scaled(const float* y, int n, float factor, float* x) {
     }
 }
 
+// x becomes at least -limit and at most limit.
+inline void clip_each(float* x, int n, float limit) {
+    const Floats most = floats(limit), least = floats(-limit);
+    for (int i = 0; i < n; i += kLanes) store16(x + i, max(least, min(most, load16(x + i, head(n - i)))), head(n - i));
+}
+
 // x = softcap · tanh(factor · x / softcap)
 inline void cap(float* x, int n, float factor, float softcap) {
     const Floats inner = floats(factor / softcap), outer = floats(softcap);
@@ -237,6 +243,20 @@ inline void apply_gate(const float* gate, int n, T* x) {
         const Head here = head(n - i);
         const Floats e = exp16(min(floats(88.0f), floats(0) - load16(gate + i, here)));
         store16(x + i, load16(x + i, here) / (floats(1.0f) + e), here);
+    }
+}
+
+// x · log(1 + e^gate), likewise.
+template <class T>
+inline void apply_softplus_of_all(float gate, int n, T* x) {
+    const Floats by = softplus16(floats(gate));
+    for (int i = 0; i < n; i += kLanes) store16(x + i, load16(x + i, head(n - i)) * by, head(n - i));
+}
+template <class T>
+inline void apply_softplus(const float* gate, int n, T* x) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(x + i, load16(x + i, here) * softplus16(load16(gate + i, here)), here);
     }
 }
 

@@ -28,7 +28,7 @@ struct ModelDesc {
     float embedding_multiplier, logits_scale;
     const float* head_bias;  // [vocab]; null: the output projection has none
     const float* position_table;  // [positions, hidden]: added to embeddings; null: nothing is
-    int32_t embedding_norm;  // 1: embeddings are normalised, as the last layer's output is
+    const float* embedding_norm;  // as `norm`: embeddings are normalised with these weights; null: they are not
     float logits_softcap;  // logits x become logits_softcap · tanh(x / logits_softcap); 0: they stay
     const OpDesc* ops;  // of all layers
     const RegisterDesc* registers;

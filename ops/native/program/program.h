@@ -44,6 +44,7 @@ enum class OpKind : int32_t {
     kRoute,  // RouteOp
     kCombine,  // MoeOp: what its experts give is added up
     kAddMedia,  // AddMediaOp
+    kClip,  // ClipOp
 };
 
 inline bool is_of_rows(OpKind kind) { return kind >= OpKind::kNorm; }
@@ -76,9 +77,9 @@ struct GateUpOp {
     const float* xielu;  // [4]: parameters of that activation
 };
 
-// A norm of queries and keys: of each head, with weights that all have, of all heads at once, or a LayerNorm of each head with
-// weights of its own.
-enum HeadNorm : int32_t { kEachHead, kAllHeads, kOwnHeads };
+// A norm of queries and keys: of each head, with weights that all have, of all heads at once, or a LayerNorm of each head, with
+// weights of its own or with weights and biases that all have.
+enum HeadNorm : int32_t { kEachHead, kAllHeads, kOwnHeads, kBiasedHeads };
 
 // Where the gates of attention's output are: nowhere, behind each head's query, or behind queries, keys and values, one of each
 // head or of each element.
@@ -103,6 +104,7 @@ struct AttendOp {
     int32_t norms_values;  // 1: every head of values is normalised, without weights
     HeadNorm head_norm;  // where q_norm and k_norm are there
     OutputGate output_gate;
+    int32_t softplus_gates;  // 1: gates multiply by log(1 + e^gate), rather than by their sigmoids
     int32_t kv_copies;  // TP ranks that have the same K/V heads
     int32_t window;  // tokens that a query sees, itself included; 0: all before it
     int32_t chunked;  // 1: it sees those of its own chunk of `window` tokens alone
@@ -113,8 +115,9 @@ struct AttendOp {
     float scale;  // of scores
     float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
     float k_scale, v_scale;  // what is stored of K and V stands for so many times that: of FP8, else 1
-    const float *q_norm, *k_norm;  // [head_dim], or of every head: see HeadNorm; null where there is none
+    const float *q_norm, *k_norm;  // [head_dim], [2, head_dim], or of every head: see HeadNorm; or null
     const float* sinks;  // [heads]; null where there is none
+    const float* slopes;  // [heads]: what a score loses for each token between query and key (ALiBi); null: nothing
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
     const float* query_factors;  // [positions]; null: queries have none
     const float* query_weights;  // [head_dim], of rotated queries; null: they have none
@@ -186,6 +189,12 @@ struct AddOp {
 // x += a part of an image's row, of tokens that stand for one.
 struct AddMediaOp {
     int32_t x, width, part;
+};
+
+// Columns of x become at least -limit and at most limit.
+struct ClipOp {
+    int32_t x, column, width;
+    float limit;
 };
 
 // out = x + y

@@ -25,6 +25,7 @@ class RowOps {
             case OpKind::kAdd: return add(arguments_of<AddOp>(op), token);
             case OpKind::kAddMedia: return add_media(step, arguments_of<AddMediaOp>(op), token);
             case OpKind::kSum: return sum(arguments_of<SumOp>(op), token);
+            case OpKind::kClip: return clip(arguments_of<ClipOp>(op), token);
             case OpKind::kActivate: return activate(arguments_of<ActivateOp>(op), token);
             case OpKind::kReduce: return reduce(arguments_of<ReduceOp>(op), token);
             case OpKind::kRoute: return experts_.take(token, registers_.rounded(arguments_of<RouteOp>(op).x)[token]);
@@ -84,6 +85,8 @@ class RowOps {
         const float *x = row(op.x, token), *y = row(op.y, token);
         write(op.out, token, [&](auto* to) { chorus::sum(x, y, op.width, to); });
     }
+
+    void clip(const ClipOp& op, int token) { clip_each(row(op.x, token) + op.column, op.width, op.limit); }
 
     void activate(const ActivateOp& op, int token) {
         const float* x = row(op.x, token);

@@ -11,7 +11,7 @@ import torch
 
 from ...conftest import quiet
 from ...kept import KeptAnswers, kept_files
-from ..tiny_families import ATTENTION, MLP, Tiny, load_peft, save_family
+from ..tiny_families import ATTENTION, MLP, Tiny, load_model, load_peft, save_family
 
 #: name → arguments of `LoraConfig`.
 FORMS: dict[str, dict[str, Any]] = {
@@ -34,11 +34,10 @@ FORMS: dict[str, dict[str, Any]] = {
 def save_form(model: Path, path: Path, seed: int, save_embedding_layers: bool = False, **arguments: Any) -> None:
     """Write an adapter with PEFT itself; nothing of it is zero."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **arguments)
-    base = AutoModelForCausalLM.from_pretrained(model)
+    base = load_model(model)
     get_peft_model(base, config).save_pretrained(path, save_embedding_layers=save_embedding_layers)
 
 

@@ -13,7 +13,7 @@ from chorus.memory.files.error import AdapterFormatError
 
 from ...conftest import quiet
 from ...kept import kept_files
-from ..tiny_families import EVERY, save_family, without_conversion
+from ..tiny_families import EVERY, load_model, save_family, without_conversion
 from .model_module_forms import Alone
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -54,11 +54,9 @@ def kernels() -> str:
 
 
 def _save(family: str, root: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     name, changes = CHANGED.get(family, (family, {}))
     save_family(name, root / "model", **changes)
-    model = AutoModelForCausalLM.from_pretrained(root / "model")
+    model = load_model(root / "model")
     names = {id(module): name for name, module in model.named_modules()}
     ends = [names[id(module)] for module in (model.get_input_embeddings(), model.get_output_embeddings())]
     layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ".0." in name)
@@ -71,11 +69,10 @@ def _save(family: str, root: Path) -> None:
 @without_conversion()
 def _save_form(model: Path, path: Path, arguments: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(4)
     config = LoraConfig(**{"r": 3, "lora_alpha": 5, "init_lora_weights": False, "task_type": "CAUSAL_LM", **arguments})
-    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    trained = get_peft_model(load_model(model), config)
     train_whole_modules(trained)
     trained.save_pretrained(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,3 +229,10 @@ def test_refusals(tied, tmp_path, value, message):
     (path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterFormatError, match=message):
         inspect_adapter(path, read_model_config(tied.model).module_paths)
+
+
+@pytest.mark.parametrize("name", ["tokens", "whole embeddings"])
+def test_rows_of_embeddings_that_are_normalised_are_refused(tied, name):
+    paths = replace(read_model_config(tied.model).module_paths, norms_embeddings=True)
+    with pytest.raises(AdapterFormatError, match="normalises its embeddings"):
+        inspect_adapter(tied.adapters[name], paths)

@@ -19,9 +19,12 @@ SUMS_OF_LATENTS = {
     TORCH_BITS: "over latents, PyTorch's operators sum as many terms as the batch's longest sequence has",
 }
 
+#: Mixtures of experts beside recurrent states.
+HYBRID_MIXTURES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "qwen3-next", "lara-mini")
+
 #: Fields of families whose rows say more than their name.
 FIELDS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"untold": ROUTED} for name in ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "qwen3-next")},
+    **{name: {"untold": ROUTED} for name in HYBRID_MIXTURES},
     "kimi-linear": {"untold": SUMS_OF_LATENTS, "changes": {"mlp_layer_types": ["dense"] * 4}},
     "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
 }

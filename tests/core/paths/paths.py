@@ -25,7 +25,7 @@ from chorus.memory.host.images import ThreadReads
 from ...kept import kept_files
 from ..conftest import Driver, moved
 from ..speculation.stand_ins import Drawn, Free, Right, Wrong
-from ..tiny_families import save_family
+from ..tiny_families import load_model, save_family
 from .asked import ANSWERS, CROWD, LONG
 from .path import TORCH_BITS, Cell, Path
 from .subject import Subject
@@ -254,9 +254,7 @@ def _logits(model: Any, prompts: list[list[int]], **config: Any) -> torch.Tensor
 
 def _transformers(model: Any, prompts: list[list[int]]) -> torch.Tensor:
     """Transformers' own logits after prompts, in the checkpoint's dtype."""
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    reference = load_model(model, dtype="auto")
     with torch.inference_mode():
         return torch.stack([reference(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts])
 

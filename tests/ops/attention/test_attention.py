@@ -52,10 +52,10 @@ class Step:
         self.caches = self.k.float() * scales.k, self.v.float() * scales.v
         return self
 
-    def run(self, attention=None, scores=PLAIN, sinks=None):
+    def run(self, attention=None, scores=PLAIN, **of_heads):
         attention = attention or PagedAttention(HeadShape(*self.shape))
         attention.plan(self.qo_indptr, self.page_table, self.kv_lens)
-        return attention.run(self.q, self.k, self.v, scores=scores, sinks=sinks, kv_scales=self.kv_scales)
+        return attention.run(self.q, self.k, self.v, scores=scores, kv_scales=self.kv_scales, **of_heads)
 
     def check(self, attention=None, scores=PLAIN):
         want = paged_attention_ref(self.q, *self.caches, self.qo_indptr, self.tables, self.kv_lens, scores)
@@ -163,6 +163,39 @@ def test_sinks_join_the_denominator_alone(rows, window, softcap, at_once, monkey
             scores = scores if softcap is None else softcap * (scores / softcap).tanh()
             weights = scores.exp() / (scores.exp().sum() + sinks[head].double().exp())
             torch.testing.assert_close(found[token, head].double(), weights @ v[seen, group], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [[(7, 0)], [(5, 9), (3, 0), (1, 11), (1, 0)], [(1, 6), (1, 19)]])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("at_once", [1 << 26, 150])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_scores_fall_by_slopes_with_the_distance(rows, window, softcap, at_once, elsewhere, monkeypatch):
+    """Likewise, beside the equation of ALiBi."""
+    monkeypatch.setattr("chorus.ops.attention.attention.MOST_SCORES", at_once)
+    step, slopes = Step(0, rows), torch.tensor([0.0, 0.125, 0.5, 2.0])
+    attention = ElsewhereAttention(HeadShape(*step.shape)) if elsewhere else None
+    found = step.run(attention, Scores(None, window, softcap, has_slopes=True), slopes=slopes).view(step.q.shape)
+    heads, kv_heads, head_dim, _ = step.shape
+    for row, (first, end) in enumerate(itertools.pairwise(step.qo_indptr)):
+        pages, length = step.tables[row], step.kv_lens[row]
+        k, v = (each[pages].reshape(-1, kv_heads, head_dim)[:length].double() for each in (step.k, step.v))
+        for token, head in itertools.product(range(first, end), range(heads)):
+            position = length - (end - token)
+            seen = range(0 if window is None else max(0, position - window + 1), position + 1)
+            group, ages = head // (heads // kv_heads), position - torch.tensor([*seen])
+            scores = k[seen, group] @ step.q[token, head].double() / head_dim**0.5
+            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+            weights = (scores - slopes[head].double() * ages).softmax(0)
+            torch.testing.assert_close(found[token, head].double(), weights @ v[seen, group], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_without_slopes_refuses_them():
+    class Other(PagedAttention):
+        takes_slopes = False
+
+    with pytest.raises(NotImplementedError, match="Other has no slopes of ALiBi; use attention torch"):
+        Step(0, [(1, 3)]).run(Other(HeadShape(4, 2, 8, 4)), slopes=torch.zeros(4))
 
 
 def test_attention_without_sinks_refuses_them():

@@ -389,6 +389,11 @@ def test_flashinfer_has_windows_soft_caps_and_scales(hopper, compiler, scores):
         ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads per KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
         ({"scores": (PLAIN, Scores(has_sinks=True))}, "triton", "FlashInfer is not asked for attention sinks"),
+        (
+            {"scores": (Scores(has_slopes=True),)},
+            "torch",
+            "FlashInfer is not asked for slopes of ALiBi, and the model has them; the decode kernel has no slopes of",
+        ),
         ({"wanted": "triton"}, "triton", "attention is triton"),
         ({"wanted": "triton", "scores": (PLAIN, Scores(0.1, None, 30.0))}, "triton", "attention is triton"),
     ],
@@ -414,6 +419,10 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
         (
             {"wanted": "flashinfer", "scores": (Scores(has_sinks=True),)},
             "attention is flashinfer, but FlashInfer",
+        ),
+        (
+            {"wanted": "triton", "scores": (Scores(has_slopes=True),)},
+            "attention is triton, but the decode kernel has no slopes of ALiBi, and the model has them",
         ),
         ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel supports heads of 16 to 512"),
         ({"wanted": "flashinfer", **LATENTS}, "attention is flashinfer, but FlashInfer is not asked for latents"),

@@ -57,6 +57,10 @@ class Kind:
     head_norm: HeadNorm | None = None
     output_gate: OutputGate | None = None
     sinks: bool = False
+    slopes: bool = False
+    """Scores fall with the distance between query and key."""
+    clip: float | None = None
+    softplus_gates: bool = False
     value_norm: bool = False
     keys_are_values: bool = False
     scaled: bool = False
@@ -120,6 +124,9 @@ class Kind:
             head_norm=self.head_norm,
             output_gate=self.output_gate,
             sinks=self.sinks,
+            slopes=tuple(0.6 * 2.0**-head for head in range(self.heads)) if self.slopes else (),
+            clip=self.clip,
+            softplus_gates=self.softplus_gates,
             value_norm=self.value_norm,
             keys_are_values=self.keys_are_values,
             qkv_bias=self.biased,
@@ -159,6 +166,7 @@ class Weights:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
     xielu: torch.Tensor | None
     scalar: torch.Tensor | None
     whole: dict[str, WholeNumbers] = field(default_factory=dict)
@@ -198,6 +206,7 @@ class Model:
         self.head = self._matrix(VOCAB, hidden, 2 * hidden**-0.5)
         self.norm = self._norm()
         self.head_bias = self._vector(VOCAB, 0.0, kind.head_biased)
+        self.embedding_norm = self._norm(kind.embedding_norm)
         table = kind.position_table
         self.position_table = None if table is None else self._matrix(table.rows, hidden, 1.0).float()
         self.arena = torch.empty((self.pages, self.layout.page_elems), dtype=self.dtype)
@@ -230,7 +239,7 @@ class Model:
             norm_kind=native_norm(kind.norm_kind),
             embedding_multiplier=kind.embedding_multiplier,
             position_table=self.position_table,
-            embedding_norm=kind.embedding_norm,
+            embedding_norm=self.embedding_norm,
             head_bias=self.head_bias,
             logits_scale=kind.logits_scale,
             logits_softcap=kind.logits_softcap or 0.0,
@@ -305,7 +314,7 @@ class Model:
             self._norm(before),
             self._norm(after),
             self._norm(before and kind.norms is not Norms.PARALLEL),
-            self._norm(after),
+            self._norm(after or kind.norms is Norms.AFTER_MLP),
             self._matrix(inputs, hidden, 1.5 * hidden**-0.5),
             self._matrix(hidden, q, q**-0.5),
             self._matrix(up, hidden, hidden**-0.5),
@@ -314,9 +323,10 @@ class Model:
             self._vector(hidden, 0.0, kind.biased),
             self._vector(up, 0.0, kind.biased),
             self._vector(hidden, 0.0, kind.biased),
-            self._vector(q if every else kind.head_dim, 1.0, own),
-            self._vector(kv if every else kind.head_dim, 1.0, own),
+            self._of_heads(q if every else kind.head_dim, own),
+            self._of_heads(kv if every else kind.head_dim, own),
             self._vector(kind.heads, 1.0, kind.sinks),
+            torch.tensor(kind.mixer.slopes) if kind.slopes else None,
             self._vector(4, 0.0) if kind.activation is UngatedActivation.XIELU else None,
             self._vector(1, 1.0, kind.scaled),
         )
@@ -327,6 +337,15 @@ class Model:
         if weight is None or not self.kind.norm.biased:
             return weight
         bias = self._vector(self.kind.hidden, 0.0)
+        assert bias is not None
+        return torch.stack((weight, bias))
+
+    def _of_heads(self, size: int, wanted: bool) -> torch.Tensor | None:
+        """Weights of a norm of heads, with its biases where it has any."""
+        weight = self._vector(size, 1.0, wanted)
+        if weight is None or self.kind.head_norm is not HeadNorm.BIASED:
+            return weight
+        bias = self._vector(size, 0.0)
         assert bias is not None
         return torch.stack((weight, bias))
 
@@ -404,7 +423,7 @@ def reference(
     kind = model.kind
     x = model.embed.double()[list(tokens)] * kind.embedding_multiplier
     x = x if model.position_table is None else x + model.position_table[: len(tokens)].double()
-    x = norm(kind.norm, x, model.norm) if kind.embedding_norm else x
+    x = x if model.embedding_norm is None else norm(kind.norm, x, model.embedding_norm)
     for index, (spec, weights) in enumerate(zip(model.specs, model.weights, strict=True)):
         x = _Layer(model, index, spec, weights, adapter, pages)(x)
         x = x if weights.scalar is None else x * weights.scalar.double()
@@ -447,6 +466,9 @@ class _Layer:
                 x = x + factor * self.norm(inner, weights.attention_out_norm)
                 inner = self.feed(self.norm(x, weights.mlp_norm))
                 return x + factor * self.norm(inner, weights.mlp_out_norm)
+            case Norms.AFTER_MLP:
+                x = x + factor * self.mix(self.norm(x, weights.attention_norm))
+                return x + factor * self.norm(self.feed(self.norm(x, weights.mlp_norm)), weights.mlp_out_norm)
             case Norms.PARALLEL:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(n)
@@ -474,6 +496,7 @@ class _Layer:
         apart = spec.output_gate in (OutputGate.APART, OutputGate.OF_HEADS)
         names = [*LLAMA[: 2 if spec.keys_are_values else 3], *["g_proj"] * apart]
         qkv = self.project(x, weights.qkv, weights.qkv_bias, names)
+        qkv = qkv if spec.clip is None else qkv.clamp(-spec.clip, spec.clip)
         values = 0 if spec.keys_are_values else spec.kv_size
         rest = qkv.shape[-1] - spec.q_rows - spec.kv_size - values
         q, k, v, gates = qkv.split([spec.q_rows, spec.kv_size, values, rest], dim=-1)
@@ -489,6 +512,11 @@ class _Layer:
             v = self.head_norm(v, torch.ones(spec.head_dim))
         if spec.head_norm is HeadNorm.EACH:
             q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)
+        if spec.head_norm is HeadNorm.BIASED:
+            assert weights.q_norm is not None
+            assert weights.k_norm is not None
+            biased = NormSpec(self.model.kind.norm.eps, NormKind.BIASED_LAYER)
+            q, k = norm(biased, q, weights.q_norm), norm(biased, k, weights.k_norm)
         if spec.head_norm is HeadNorm.OWN:
             q, k = self.own_norms(q, weights.q_norm), self.own_norms(k, weights.k_norm)
         if spec.head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
@@ -507,6 +535,8 @@ class _Layer:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         position = torch.arange(len(x))
         age = position[:, None] - position
+        if weights.slopes is not None:
+            scores = scores - weights.slopes.double()[:, None, None] * age
         seen = (age >= 0) & (age < (spec.window or len(x)))
         if spec.chunked and spec.window:
             seen = (age >= 0) & (position[:, None] // spec.window == position // spec.window)
@@ -515,7 +545,8 @@ class _Layer:
             scores = torch.cat((scores, weights.sinks.double()[:, None, None].expand(-1, len(x), 1)), 2)
         attended = scores.softmax(-1)[..., : len(x)] @ v
         attended = attended.transpose(0, 1).flatten(1)
-        attended = attended if spec.output_gate is None else attended * gates.sigmoid()
+        open_by = torch.nn.functional.softplus if spec.softplus_gates else torch.sigmoid
+        attended = attended if spec.output_gate is None else attended * open_by(gates)
         return self.project(attended, weights.o, weights.o_bias, LLAMA[3:4])
 
     def head_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -617,6 +648,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 q_norm=of(rank, layer.q_norm) if every_head else layer.q_norm,
                 k_norm=of(rank, layer.k_norm) if every_head else layer.k_norm,
                 sinks=of(rank, layer.sinks),
+                slopes=of(rank, layer.slopes),
                 o=layer.o.chunk(ranks, dim=1)[rank].contiguous(),
                 o_bias=None if rank else layer.o_bias,
                 down=layer.down.chunk(ranks, dim=1)[rank].contiguous(),

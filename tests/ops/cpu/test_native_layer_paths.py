@@ -63,6 +63,25 @@ KINDS = {
     "LFM3": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.OF_HEADS),
     "Llama 4": Kind(head_norm=HeadNorm.BARE, window=16, chunked=True, alternating=True, interleaved=True),
     "nanochat": Kind(head_norm=HeadNorm.BARE, embedding_norm=True, logits_softcap=3.0),
+    "BLOOM": Kind(
+        slopes=True,
+        rotated=0.0,
+        embedding_norm=True,
+        norm_kind=NormKind.BIASED_LAYER,
+        biased=True,
+        activation=UngatedActivation.GELU_TANH,
+    ),
+    "MPT": Kind(
+        slopes=True, rotated=0.0, norm_kind=NormKind.LAYER, activation=UngatedActivation.GELU, clip=1.0, kv_heads=4
+    ),
+    "Persimmon": Kind(
+        head_norm=HeadNorm.BIASED,
+        norm_kind=NormKind.BIASED_LAYER,
+        biased=True,
+        rotated=0.5,
+        activation=UngatedActivation.RELU_SQUARED,
+    ),
+    "Laguna": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.OF_HEADS, softplus_gates=True, window=16),
     "GPT-NeoX": Kind(norms=Norms.PARALLEL_APART, norm_kind=NormKind.BIASED_LAYER, activation=UngatedActivation.GELU),
     "Phi-2": Kind(norms=Norms.PARALLEL, norm_kind=NormKind.BIASED_LAYER, head_biased=True, biased=True, rotated=0.5),
     "Gemma 4": Kind(

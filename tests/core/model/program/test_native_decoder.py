@@ -75,6 +75,7 @@ class Config:
             "vocab_size": VOCAB,
             "num_ranks": 1,
             "norm": kind.norm,
+            "final_norm": kind.norm,
             "projections": Projections(tuple(layer.projections(kind.hidden) for layer in self.layers)),
         }
         return names[name] if name in names else getattr(kind, name)
@@ -99,6 +100,8 @@ class TestRefusals:
             LAYER,
             changed(rope=None, window=8, softcap=2.0, head_norm=HeadNorm.ALL),
             changed(sinks=True, window=8),
+            changed(rope=None, slopes=(0.5, 0.25, 0.125, 0.0625), clip=6.0),
+            replace(LAYER, norms=Norms.AFTER_MLP, out_eps=1e-8),
             changed(rope=replace(ROPE, dim=6, interleaved=True)),
             replace(LAYER, norms=Norms.PARALLEL, feed_forward=GatedSpec(80, Activation.GELU_TANH)),
             replace(LAYER, norms=Norms.PARALLEL_APART),
@@ -194,6 +197,9 @@ class GivenWeights:
     def lm_head_bias(self) -> torch.Tensor | None:
         return self._model.head_bias
 
+    def embedding_norm(self) -> torch.Tensor | None:
+        return self._model.embedding_norm
+
     def position_table(self) -> torch.Tensor | None:
         return self._model.position_table
 
@@ -225,6 +231,8 @@ class GivenWeights:
         ),
         Kind(norms=Norms.PARALLEL_APART, window=9, chunked=True, head_norm=HeadNorm.OWN, sinks=True),
         Kind(output_gate=OutputGate.APART, embedding_norm=True, head_norm=HeadNorm.BARE),
+        Kind(slopes=True, clip=0.7, rotated=0.0, embedding_norm=True, norm_kind=NormKind.BIASED_LAYER),
+        Kind(output_gate=OutputGate.OF_HEADS, softplus_gates=True, head_norm=HeadNorm.BIASED, norms=Norms.AFTER_MLP),
         Kind(norms=Norms.AROUND, rotated=0.5, interleaved=True, activation=Activation.GELU_TANH, biased=True),
     ],
 )

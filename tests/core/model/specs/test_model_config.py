@@ -129,7 +129,8 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
 
 TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
 TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
-TEXT_ONLY.remove("PhiMoEForCausalLM")  # no class of transformers has this name, which checkpoints have
+for name in ("PhiMoEForCausalLM", "MPTForCausalLM"):  # no class of transformers has these names, which checkpoints have
+    TEXT_ONLY.remove(name)
 SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
 #: Further shapes, of families whose defaults are none, or don't fit SHAPES.
 OWN_SHAPES = {
@@ -138,6 +139,7 @@ OWN_SHAPES = {
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
+    "Emu3ForCausalLM": {"pad_token_id": 0},
     "GPTNeoForCausalLM": {"num_hidden_layers": 24},
     "GPTJForCausalLM": {"num_attention_heads": 4},
     "CodeGenForCausalLM": {"num_attention_heads": 4},
@@ -150,6 +152,12 @@ OWN_SHAPES = {
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
     "KimiLinearForCausalLM": {"num_key_value_heads": 64},
+    "GPTNeoXJapaneseForCausalLM": {"num_attention_heads": 4},
+    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": None}},
+    "BloomForCausalLM": {"num_attention_heads": 16},
+    "MptForCausalLM": {"num_attention_heads": 16},
+    "PersimmonForCausalLM": {"num_attention_heads": 16},
+    "Mistral4ForCausalLM": {"num_key_value_heads": 64},
 }
 
 
@@ -161,7 +169,7 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     by_another = next((config for config, name in BY_ANOTHER.items() if name == architecture), None)
     config_class = getattr(transformers, by_another) if by_another else getattr(transformers, architecture).config_class
     shapes = {**SHAPES, **OWN_SHAPES.get(architecture, {})}
-    full = {**config_class(**shapes, pad_token_id=None).to_dict(), "architectures": [architecture]}
+    full = {**config_class(**{"pad_token_id": None, **shapes}).to_dict(), "architectures": [architecture]}
     if full.get("head_dim") is None:
         full.pop("head_dim", None)
     tokens = {"bos_token_id": None, "eos_token_id": None}
@@ -734,7 +742,53 @@ WRONG = [
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"]}, "chunked is not supported"),
-    ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0: queries, keys and values are not"),
+    ({"architectures": ["MptForCausalLM"], "attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True: transformers"),
+    (
+        {"architectures": ["MptForCausalLM"], "attn_config": {"alibi": False}},
+        "attn_config.alibi is False: transformers",
+    ),
+    (
+        {"architectures": ["MptForCausalLM"], "attn_config": {"alibi_bias_max": 16}},
+        "attn_config.alibi_bias_max is 16: transformers leaves it out",
+    ),
+    ({"architectures": ["MptForCausalLM"], "no_bias": False}, "no_bias is False: transformers leaves it out"),
+    ({"architectures": ["MptForCausalLM"], "logit_scale": 2.0}, "logit_scale is 2.0: transformers leaves it out"),
+    (
+        {"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm is True: a residual stream of normalised values",
+    ),
+    (
+        {"architectures": ["BloomForCausalLM"], "slow_but_exact": True, "pretraining_tp": 2},
+        "slow_but_exact is True: sums of parts",
+    ),
+    (
+        {"architectures": ["MllamaForCausalLM"], "tie_word_embeddings": True},
+        "tie_word_embeddings is True: the embeddings have 8 rows more than the head",
+    ),
+    (
+        {"architectures": ["Apertus1p5TextForCausalLM"], "output_vocab_size": 90, "tie_word_embeddings": True},
+        "tie_word_embeddings is True: the head has 90 rows",
+    ),
+    ({"architectures": ["Apertus1p5TextForCausalLM"], "output_vocab_size": 9999}, "output_vocab_size is 9999: vocab"),
+    (
+        {"architectures": ["MuseGlimmerForConditionalGeneration"], "tie_word_embeddings": True},
+        "tie_word_embeddings is True: the embeddings are normalised",
+    ),
+    (
+        {"architectures": ["LagunaForCausalLM"], "head_dim": 16, "num_attention_heads_per_layer": [4, 2]},
+        "num_attention_heads_per_layer is [4, 2]: other numbers of heads",
+    ),
+    (
+        {"architectures": ["LagunaForCausalLM"], "moe_router_logit_softcapping": 3.0},
+        "moe_router_logit_softcapping is 3",
+    ),
+    ({"architectures": ["LagunaForCausalLM"], "gating": "per-layer"}, "gating is 'per-layer': not supported"),
+    ({"architectures": ["AriaTextForCausalLM"], "mlp_bias": True}, "mlp_bias is True: biases of the shared experts"),
+    ({"architectures": ["AXK1ForCausalLM"], "q_lora_rank": None}, "q_lora_rank is None: queries have latents"),
+    (
+        {"architectures": ["LaraMiniForCausalLM"], "layer_types": ["chunked"] * 2},
+        "chunked is not supported; supported:",
+    ),
     ({"architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0: transformers does not"),
     ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "hidden_act is 'silu': not supported; supported:"),
     ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias is True: a shared expert has no"),

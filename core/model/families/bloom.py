@@ -1,0 +1,153 @@
+"""BLOOM and MPT: scores that fall with the distance between query and key (ALiBi), in place of positions.
+
+BLOOM normalises embeddings, and its projection to q, k and v has the rows of all three by head. MPT has no biases.
+
+Tests: tests/core/test_families.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.feed_forward import UngatedActivation, UngatedSpec
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormKind, NormSpec
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames
+from . import gpt_2, reading
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_FUSED = "self_attention.query_key_value"
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    if fields.boolean("apply_residual_connection_post_layernorm"):
+        why = "a residual stream of normalised values is not supported; only false is"
+        raise fields.refuse("apply_residual_connection_post_layernorm", why)
+    if fields.boolean("slow_but_exact") and fields.integer("pretraining_tp") > 1:
+        raise fields.refuse("slow_but_exact", "sums of parts, as of its training, are not supported; only false is")
+    names = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "hidden_size": "n_embed"}
+    fields = gpt_2.alone(reading.renamed(fields, names))
+    heads = reading.heads(fields)
+    slopes = tuple(_slopes(heads.num_heads))
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None, qkv_bias=True, o_bias=True, slopes=slopes)
+    feed_forward = UngatedSpec(4 * fields.integer("hidden_size"), UngatedActivation.GELU_TANH, bias=True)
+    layers = [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers")
+    positions = fields.integer("max_position_embeddings", fields.integer("seq_length", _TRAINED))
+    fields = fields.with_values({"max_position_embeddings": positions})
+    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_epsilon"), embedding_norm=True)
+
+
+#: Positions that BLOOM was trained for. Nothing limits them, and transformers' class has no field of them.
+_TRAINED = 2048
+
+
+def _slopes(heads: int) -> list[float]:
+    """Powers of 2^(-8 / heads); where heads are no power of two, of the next lower one, and then every other slope of
+    the next higher one.
+    """
+    lower = 2 ** math.floor(math.log2(heads))
+    found = [2 ** (-8 * number / lower) for number in range(1, lower + 1)]
+    return found + [2 ** (-4 * number / lower) for number in range(1, 2 * (heads - lower), 2)]
+
+
+def _read_mpt(fields: ConfigJson) -> ModelConfig:
+    own = fields.object("attn_config") or fields.part("attn_config", {})
+    for name, only in _FIXED.items():
+        own.states(name, only)
+    for name, only in {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}.items():
+        fields.states(name, only)
+    fields = fields.with_values({"max_position_embeddings": fields.integer("max_seq_len")})
+    names = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    fields = gpt_2.alone(reading.renamed(fields, names))
+    heads = reading.heads(fields)
+    attention = AttentionSpec(
+        *heads,
+        scale=reading.optional_number(own, "softmax_scale") or heads.head_dim**-0.5,
+        rope=None,
+        slopes=tuple(_slopes_of_mpt(heads.num_heads)),
+        clip=reading.optional_number(own, "clip_qkv"),
+    )
+    feed_forward = UngatedSpec(4 * fields.integer("hidden_size"), UngatedActivation.GELU)
+    layers = [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers")
+    eps = fields.number("layer_norm_epsilon", None if fields.has("layer_norm_epsilon") else 1e-5)
+    return reading.dense(fields, layers, NormSpec(eps, NormKind.LAYER, wide=True))
+
+
+#: Fields of `attn_config`, each with the only value that transformers computes.
+_FIXED = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False, "alibi": True, "alibi_bias_max": 8}
+
+
+def _slopes_of_mpt(heads: int) -> list[float]:
+    """Powers of 2^(-8 / heads); where heads are no power of two, those of the next higher one, every other first."""
+    higher = 2 ** math.ceil(math.log2(heads))
+    found = [2 ** (-8 * number / higher) for number in range(1, higher + 1)]
+    return found if higher == heads else (found[1::2] + found[::2])[:heads]
+
+
+_TIED = {"tie_word_embeddings": True}
+
+BLOOM = Family(
+    "BLOOM and BLOOMZ",
+    ("BloomForCausalLM",),
+    _read,
+    {
+        **_TIED,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 2,
+        "vocab_size": 250880,
+        "apply_residual_connection_post_layernorm": False,
+        "slow_but_exact": False,
+        "pretraining_tp": 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    TensorNames(
+        prefixes=("transformer.", ""),
+        norm="ln_f",
+        embeddings="word_embeddings",
+        embedding_norm="word_embeddings_layernorm",
+        layers="h",
+        names={
+            **LLAMA_NORMS,
+            "self_attn.o_proj": "self_attention.dense",
+            "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        fused={_FUSED: _QKV},
+        by_unit=(_FUSED,),
+    ),
+    notes="up to 2,048 positions, or as many as `seq_length` says",
+)
+MPT = Family(
+    "MPT",
+    ("MptForCausalLM", "MPTForCausalLM"),
+    _read_mpt,
+    {
+        **_TIED,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "max_seq_len": 2048,
+        "vocab_size": 50368,
+    },
+    TensorNames(
+        prefixes=("transformer.", ""),
+        norm="norm_f",
+        embeddings="wte",
+        layers="blocks",
+        names={
+            "attention_norm": "norm_1",
+            "mlp_norm": "norm_2",
+            "self_attn.o_proj": "attn.out_proj",
+            "mlp.up_proj": "ffn.up_proj",
+            "mlp.down_proj": "ffn.down_proj",
+        },
+        fused={"attn.Wqkv": _QKV},
+    ),
+    nulls=("clip_qkv", "logit_scale", "softmax_scale"),
+)

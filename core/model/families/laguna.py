@@ -1,0 +1,94 @@
+"""Laguna: gates of attention by softplus, a rope for each type of layers, and experts chosen by sigmoids with a learned
+correction.
+
+Tests: tests/core/test_experts.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from . import reading, rotary
+
+_GATES = {True: OutputGate.OF_HEADS, "per-head": OutputGate.OF_HEADS, "per-element": OutputGate.APART}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
+    if {*fields.indices("num_attention_heads_per_layer")} - {heads.num_heads}:
+        why = f"other numbers of heads than num_attention_heads, {heads.num_heads}, are not supported"
+        raise fields.refuse("num_attention_heads_per_layer", why)
+    if fields.raw.get("moe_router_logit_softcapping"):
+        raise fields.refuse("moe_router_logit_softcapping", "soft caps of a router are not supported; only 0 is")
+    if (gating := fields.raw.get("gating", True)) not in _GATES or (gating == 1 and gating is not True):
+        raise fields.refuse("gating", "not supported; supported: true, per-head, per-element")
+    bias = fields.boolean("attention_bias")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=None,
+        head_norm=HeadNorm.EACH,
+        qkv_bias=bias,
+        o_bias=bias,
+        output_gate=_GATES[gating],
+        softplus_gates=True,
+    )
+    types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [reading.FULL] * count
+    ropes = {
+        kind: rotary.rope(
+            fields.with_defaults({"partial_rotary_factor": 1.0}),
+            heads.head_dim,
+            of=rotary.whole_rope(fields, kind, _ROPES),
+        )
+        for kind in dict.fromkeys(types)
+    }
+    mixers = [
+        replace(attention, rope=ropes[kind], window=window)
+        for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
+    ]
+    routing = Routing(
+        1,
+        Scoring.SIGMOID,
+        renormalised=True,
+        factor=fields.number("moe_routed_scaling_factor"),
+        corrected=True,
+    )
+    experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
+    layers = reading.layers_with_experts(fields, mixers, experts, reading.mlp_layer_types(fields, 1))
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+#: Where `rope_parameters` is missing.
+_ROPES = {
+    reading.FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    reading.SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+_SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
+
+LAGUNA = Family(
+    "Laguna",
+    ("LagunaForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 512,
+        "intermediate_size": 8192,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_routed_scaling_factor": 1.0,
+    },
+    TensorNames(names={**LLAMA_NORMS, **_SHARED, CORRECTION: "mlp.experts.e_score_correction_bias"}),
+    notes="layers with different numbers of heads are refused",
+    nulls=("num_attention_heads_per_layer",),
+)

@@ -1,0 +1,277 @@
+"""Compares random geometries of families with transformers + peft: `python -m tests.core.random_geometries NAME…`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.choice import open_executor
+from chorus.core.model.program.native_decoder import why_unsupported
+from chorus.core.model.read_config import read_model_config
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
+from chorus.perf.inline_reads import InlineReads
+
+from ..conftest import quiet
+from .tiny_families import ADAPTERS, Tiny, load_peft, save_tiny
+
+Fields = dict[str, Any]
+
+
+def _square(rng: random.Random) -> Fields:
+    """A residual stream as wide as all heads; as many heads of keys and values as of queries."""
+    heads, head_dim = rng.choice((1, 2, 3, 4, 5, 6, 8, 12)), rng.choice((8, 12, 16, 20))
+    shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * head_dim}
+    return {**_common(rng), **shape}
+
+
+def _grouped(rng: random.Random) -> Fields:
+    """Heads of any size, which share keys and values."""
+    kv_heads, head_dim = rng.choice((1, 2, 3)), rng.choice((8, 12, 16, 24))
+    return {
+        **_common(rng),
+        "num_attention_heads": kv_heads * rng.choice((1, 2, 3)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": rng.choice((40, 48, 64, 72)),
+        "attention_bias": rng.random() < 0.3,
+    }
+
+
+def _common(rng: random.Random) -> Fields:
+    return {
+        "vocab_size": rng.randint(150, 230),
+        "num_hidden_layers": rng.randint(1, 4),
+        "intermediate_size": rng.choice((40, 64, 80, 112)),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
+def _bloom(rng: random.Random) -> Fields:
+    return {**_square(rng), "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2))}
+
+
+def _mpt(rng: random.Random) -> Fields:
+    own: Fields = {"clip_qkv": rng.choice((None, 0.4, 1.5)), "softmax_scale": rng.choice((None, 0.1, 0.4))}
+    return {**_square(rng), "attn_config": own, "layer_norm_epsilon": rng.choice((1e-5, 1e-2))}
+
+
+def _persimmon(rng: random.Random) -> Fields:
+    return {
+        **_square(rng),
+        "qk_layernorm": rng.random() < 0.7,
+        "partial_rotary_factor": rng.choice((0.5, 1.0)),
+        "layer_norm_eps": rng.choice((1e-5, 1e-2)),
+    }
+
+
+def _types(rng: random.Random, count: int, kinds: tuple[str, ...]) -> list[str]:
+    return [rng.choice(kinds) for _ in range(count)]
+
+
+ATTENDS = ("full_attention", "sliding_attention")
+
+
+def _compass(rng: random.Random) -> Fields:
+    found = _square(rng)
+    heads = found["num_attention_heads"]
+    rope = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0)), "mrope_section": [2, 1, 1]}
+    return {
+        **found,
+        "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
+        "layer_types": _types(rng, found["num_hidden_layers"], ATTENDS),
+        "sliding_window": rng.choice((5, 16, 40)),
+        "logit_scale": rng.choice((None, 0.3)),
+        "rope_parameters": {kind: rng.choice((None, rope)) for kind in ATTENDS},
+    }
+
+
+def _experts(rng: random.Random) -> Fields:
+    count = rng.choice((4, 6, 8, 12))
+    return {"num_experts": count, "num_experts_per_tok": rng.randint(1, count // 2), "moe_intermediate_size": 24}
+
+
+def _laguna(rng: random.Random) -> Fields:
+    found = {**_grouped(rng), **_experts(rng)}
+    count = found["num_hidden_layers"]
+    return {
+        **found,
+        "layer_types": _types(rng, count, ATTENDS),
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "sliding_window": rng.choice((5, 16, 40)),
+        "gating": rng.choice((True, "per-head", "per-element")),
+        "shared_expert_intermediate_size": rng.choice((16, 40)),
+        "moe_routed_scaling_factor": rng.choice((1.0, 2.5)),
+    }
+
+
+def _aria(rng: random.Random) -> Fields:
+    found = _grouped(rng)
+    own = _experts(rng)
+    experts = {"moe_num_experts": own["num_experts"], "moe_topk": own["num_experts_per_tok"]}
+    return {**found, **experts, "moe_num_shared_experts": rng.randint(1, 3), "intermediate_size": rng.choice((24, 40))}
+
+
+def _latent(rng: random.Random) -> Fields:
+    heads = rng.choice((1, 2, 3, 4))
+    count = rng.choice((4, 8, 12))
+    groups = rng.choice((1, 2, 4))
+    return {
+        **_common(rng),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": rng.choice((40, 48, 64)),
+        "q_lora_rank": rng.choice((16, 24)),
+        "kv_lora_rank": rng.choice((16, 32, 40)),
+        "qk_nope_head_dim": rng.choice((8, 16)),
+        "qk_rope_head_dim": rng.choice((4, 8)),
+        "v_head_dim": rng.choice((8, 16, 24)),
+        "n_routed_experts": count,
+        "num_experts_per_tok": rng.randint(1, count // groups // 2 or 1),
+        "n_group": groups,
+        "topk_group": rng.randint(1, groups),
+        "moe_intermediate_size": 24,
+        "n_shared_experts": rng.randint(1, 2),
+        "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        "attention_bias": rng.random() < 0.3,
+    }
+
+
+def _ax(rng: random.Random) -> Fields:
+    found = _latent(rng)
+    while found["n_routed_experts"] // found["n_group"] < 2:
+        found = _latent(rng)
+    return {**found, "mlp_layer_types": _types(rng, found["num_hidden_layers"], ("dense", "sparse", "sparse"))}
+
+
+def _lara(rng: random.Random) -> Fields:
+    found = {**_grouped(rng), **_experts(rng)}
+    count = found["num_hidden_layers"] = rng.randint(2, 4)
+    k_heads = rng.choice((1, 2))
+    types = ["full_attention", *_types(rng, count - 1, (*ATTENDS, "linear_attention"))]
+    rng.shuffle(types)
+    return {
+        **found,
+        "layer_types": types,
+        "sliding_window": rng.choice((5, 16, 40)),
+        "linear_num_key_heads": k_heads,
+        "linear_num_value_heads": k_heads * rng.choice((1, 2)),
+        "linear_key_head_dim": rng.choice((8, 16)),
+        "linear_value_head_dim": rng.choice((8, 16)),
+        "shared_expert_intermediate_size": rng.choice((16, 40)),
+        "norm_topk_prob": rng.random() < 0.5,
+    }
+
+
+def _vision(rng: random.Random) -> Fields:
+    found = _square(rng)
+    heads, count = found["num_attention_heads"], rng.randint(2, 5)
+    skipped = sorted(rng.sample(range(count), rng.randint(0, count - 1)))
+    return {
+        **found,
+        "num_hidden_layers": count,
+        "cross_attention_layers": skipped,
+        "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
+        "tie_word_embeddings": False,
+    }
+
+
+def _apertus(rng: random.Random) -> Fields:
+    found = _square(rng)
+    further = rng.randint(0, 30)
+    return {
+        **found,
+        "output_vocab_size": found["vocab_size"],
+        "vocab_size": found["vocab_size"] + further,
+        "tie_word_embeddings": not further and found["tie_word_embeddings"],
+    }
+
+
+def _japanese(rng: random.Random) -> Fields:
+    return {**_square(rng), "rotary_pct": rng.choice((0.5, 1.0)), "intermediate_multiple_size": rng.choice((1, 2, 4))}
+
+
+def _emu(rng: random.Random) -> Fields:
+    found = _square(rng)
+    heads = found["num_attention_heads"]
+    return {**found, "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0])}
+
+
+DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
+    "bloom": _bloom,
+    "mpt": _mpt,
+    "persimmon": _persimmon,
+    "gpt-neox-japanese": _japanese,
+    "emu-3": _emu,
+    "cohere-compass": _compass,
+    "apertus-1.5": _apertus,
+    "llama-3.2-vision": _vision,
+    "laguna": _laguna,
+    "aria": _aria,
+    "ax-k1": _ax,
+    "mistral-4": _latent,
+    "lara-mini": _lara,
+}
+"""A tiny family → fields of its configuration, at random."""
+
+
+def check(name: str, changes: Fields, root: Path, rng: random.Random) -> Iterator[str]:
+    """Serve a geometry, with and without adapters, in mixed steps of chunks; yields what differs."""
+    with quiet():
+        save_tiny(name, root, changes)
+    it = Tiny(root / "model", {adapter: root / adapter for adapter in ADAPTERS}, load_peft)
+    adapter = rng.choice([*ADAPTERS])
+    cases = {
+        f"{each} {length}": (each, *it.case(each, length, rng.randrange(1 << 30), 6))
+        for each, length in ((None, 5), (adapter, 31), (adapter, 2), (None, 44))
+    }
+    config = read_model_config(root / "model")
+    native = ["native"] if why_unsupported(config, torch.float32) is None else []
+    for kernels in (*native, "torch"):
+        settings = EngineConfig(
+            model=root / "model", dtype="float32", memory_bytes=8 << 20, threads=1, device="cpu", cpu_kernels=kernels,
+            block_tokens=16, max_num_batched_tokens=rng.choice((7, 19, 64)), max_model_len=96, max_num_seqs=4,
+        )  # fmt: skip
+        engine = Engine(settings, open_executor(settings), reads=InlineReads())
+        engine.store.register(adapter, root / adapter)
+        found = dict.fromkeys(cases, ())
+        for key, (of, prompt, want) in cases.items():
+            params = RequestParams(temperature=0.0, ignore_eos=True, max_tokens=len(want))
+            engine.add_request(Request(key, prompt, params, of))
+        while engine.has_work():
+            for output in engine.step():
+                found[output.request_id] += tuple(output.token_ids)
+        engine.close()
+        for key, (_, _, want) in cases.items():
+            if found[key] != tuple(want):
+                yield f"{kernels}, {key}: {found[key]}, and transformers {want}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[*DRAWS], metavar="NAME", help=", ".join(DRAWS))
+    parser.add_argument("--count", type=int, default=50, help="geometries of each")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        rng, faults = random.Random(f"{name} {arguments.seed}"), 0
+        for number in range(arguments.count):
+            changes, root = DRAWS[name](rng), Path(tempfile.mkdtemp(prefix="geometry"))
+            for fault in check(name, changes, root, rng):
+                faults += 1
+                print(f"{name} {number}: {fault}\n  {changes}", flush=True)
+            shutil.rmtree(root)
+        print(f"{name}: {arguments.count} geometries, {faults} faults", flush=True)
+
+
+if __name__ == "__main__":
+    main()
