@@ -149,7 +149,7 @@ def _rotary(
     return _elementwise(
         "rotate_and_write_heads",
         {"C": constants},
-        elementwise_schedule.rotary_options(),
+        elementwise_schedule.rotary_options(interleaved=constants.interleaved),
         ("q", "qkv", *(() if constants.wide else ("q_norm", "k_norm"))),
         {
             **(dict.fromkeys(("q_norm", "k_norm"), "*fp32") if constants.wide else {}),
