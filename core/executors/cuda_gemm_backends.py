@@ -67,7 +67,7 @@ def choose_gemm_backends(
     - `off`: only the library.
     - `on`: Chorus's kernel wherever it gives the library's values.
     - `fused`: the same, with adapters expanded in it.
-    - `swapped`: the same, but narrow weights by the kernel that has them as the first operand.
+    - `swapped`: the same, but narrow weights by the kernels that have them as the first operand.
     - `auto`: the fastest of a few combinations, per bucket (`choose_combination`). One serves both kinds of steps, so a
       sequence's result does not depend on other sequences' adapters. Eager steps get Chorus's kernel for narrow weights
       alone.
@@ -139,9 +139,11 @@ def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBa
 
     Beyond MAX_EXPANDED_ROWS, `fused` means `on`. Programs that share inputs are tried by `auto` alone.
     """
+    swapped = [GemmBackend.SWAPPED] * kind.is_narrow
+    if kind.is_float4 and not kind.experts:
+        return swapped
     alone = kind.is_head or kind.experts > 0
     asked = [GemmBackend.SMALL, *([] if alone or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
-    swapped = [GemmBackend.SWAPPED] * kind.is_narrow
     if setting == "auto":
         return [*asked, *([GemmBackend.SPLIT] if _can_split(kind, rows) else []), *swapped]
     if setting == "swapped" and swapped:
@@ -186,7 +188,8 @@ def _compile_use(
     from ...ops.gemm.split_gemm_triton import multiply as multiply_split  # need triton
 
     x, weight, bias = sample_inputs(decoder, use, rows)
-    for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
+    # adapters may be added after the GEMM and before the activation
+    for silu in {False, kind.silu} if GemmBackend.SMALL in backends or GemmBackend.EXPANDED in backends else ():
         multiply(x, weight, bias, silu=silu, compile_only=True)
     if GemmBackend.SPLIT in backends and isinstance(weight, torch.Tensor):
         multiply_split(x, weight, bias, compile_only=True)
@@ -242,9 +245,9 @@ def combinations_of(asked: Mapping[GemmKind, Collection[GemmBackend]]) -> dict[s
         return {kind: each for kind, each in found.items() if each is not None and (head or not kind.is_head)}
 
     return {
-        "on": with_first(small),
-        "fused": with_first(expanded, small),
-        "on, logits by the library": with_first(small, head=False),
+        "on": with_first(small, swapped),
+        "fused": with_first(expanded, small, swapped),
+        "on, logits by the library": with_first(small, swapped, head=False),
         **({"swapped": with_first(swapped, small)} if any(kind.is_narrow for kind in asked) else {}),
         "off": BY_LIBRARY,
     }

@@ -1,4 +1,5 @@
-"""Chooses who multiplies narrow weights in steps of many rows: Chorus's kernel, or the library, which has them widened.
+"""Chooses who multiplies narrow weights in steps of many rows: Chorus's kernel with operands swapped, or another; of
+weights that are one matrix, the library, which has them widened.
 
 Tests: tests/core/executors/test_cuda_quantised_interpreted.py
 """
@@ -18,7 +19,8 @@ from ...ops.gemm.swapped_gemm_schedule import TILE_ROWS
 from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind, RowBackends
 from ..model.decoder import DecoderModel, GemmUse
-from .cuda_gemm_backends import TOLERANCE, GemmRows, SmallGemm, sample_inputs
+from .cuda_gemm_backends import TIMED_ROWS, TOLERANCE, GemmRows, SmallGemm, asked_backends, sample_inputs
+from .cuda_gemm_races import GemmRaces
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,9 @@ _CLEAR = 0.98
 
 #: The least rows for which a choice is made; steps of fewer have the same.
 _LEAST = TILE_ROWS[0]
+
+#: The choice so far: for steps of up to so many rows.
+ByRows = dict[int, dict[GemmKind, GemmBackend]]
 
 
 def choose_row_backends(
@@ -46,22 +51,22 @@ def choose_row_backends(
 
     setting:
     - `auto`: Chorus's kernel for each GEMM with narrow weights, up to the most rows with which it is faster than the
-      library, which widens them in memory first. captures: steps are captured, so GEMMs may be timed.
+      library, which widens them in memory first. captures: steps are captured, so GEMMs may be timed. For experts with
+      narrow weights the fastest of Chorus's kernels, by the time of whole mixtures.
     - `swapped`: Chorus's kernel for all of them, wherever it gives the library's values.
     - others: the library, as no measurement shows that the kernel is faster.
     """
     is_asked = setting == "swapped" or (setting == "auto" and captures)
-    gemms = _narrow_gemms(decoder) if is_asked else {}
-    if not gemms:
+    narrow = _narrow_gemms(decoder) if is_asked else {}
+    if not narrow:
         return RowBackends(always=always)
-    _compile(decoder, gemms)
-    by_rows: dict[int, dict[GemmKind, GemmBackend]] = {size: {} for size in _sizes(most_rows)}
-    for kind, uses in gemms.items():
-        for size, chosen in by_rows.items():
-            count = min(size, most_logits) if kind.is_head else size
-            if not _is_chosen(setting, decoder, device, uses, GemmRows(decoder, None, kind, uses[0], count)):
-                break
-            chosen[kind] = GemmBackend.SWAPPED
+    _compile(decoder, {kind: uses for kind, uses in narrow.items() if not kind.experts})
+    by_rows: ByRows = {size: {} for size in _sizes(most_rows)}
+    for kind, uses in narrow.items():
+        if kind.experts:
+            _choose_for_experts(setting, decoder, device, kind, uses[0], by_rows)
+        else:
+            _choose_for_matrix(setting, decoder, device, kind, uses, by_rows, most_logits)
     return RowBackends(by_rows, always)
 
 
@@ -72,14 +77,56 @@ def _narrow_gemms(decoder: DecoderModel) -> dict[GemmKind, list[GemmUse]]:
     return {kind: uses for kind, uses in decoder.gemms(every=True).items() if kind.is_narrow}
 
 
+def _choose_for_matrix(
+    setting: SmallGemm,
+    decoder: DecoderModel,
+    device: CudaDevice,
+    kind: GemmKind,
+    uses: Sequence[GemmUse],
+    by_rows: ByRows,
+    most_logits: int,
+) -> None:
+    """Choose Chorus's kernel for a GEMM up to the most rows with which it works and is faster."""
+    for size, chosen in by_rows.items():
+        count = min(size, most_logits) if kind.is_head else size
+        if not _is_chosen(setting, decoder, device, uses, GemmRows(decoder, None, kind, uses[0], count)):
+            return
+        chosen[kind] = GemmBackend.SWAPPED
+
+
+def _choose_for_experts(
+    setting: SmallGemm,
+    decoder: DecoderModel,
+    device: CudaDevice,
+    kind: GemmKind,
+    use: GemmUse,
+    by_rows: ByRows,
+) -> None:
+    """Choose the backend of mixtures for each size, among those that work. Larger steps than `TIMED_ROWS` have that of
+    the largest that is timed. use: one of the kind's.
+    """
+    races, found = GemmRaces(decoder, device, []), GemmBackend.LIBRARY
+    for size, chosen in by_rows.items():
+        if size <= TIMED_ROWS or size == min(by_rows):
+            rows = GemmRows(decoder, None, kind, use, size)
+            asked = [each for each in asked_backends(setting, kind, size) if _works(rows, each, device)]
+            found = races.fastest(kind, size, asked) if setting == "auto" else next(iter(asked), GemmBackend.LIBRARY)
+        chosen[kind] = found
+
+
+def _works(rows: GemmRows, backend: GemmBackend, device: CudaDevice) -> bool:
+    problem = rows.problem(backend, device)
+    if problem is not None:
+        logger.warning("%s of %s is not used: %s", backend, rows.name, problem)
+    return problem is None
+
+
 def _is_chosen(
     setting: SmallGemm, decoder: DecoderModel, device: CudaDevice, uses: Sequence[GemmUse], rows: GemmRows
 ) -> bool:
     """Whether Chorus's kernel computes a GEMM of so many rows: it works, and if they are timed, is faster."""
     is_new = rows.count <= TILE_ROWS[-1]  # steps of more rows have the same kernel
-    problem = rows.problem(GemmBackend.SWAPPED, device) if is_new else None
-    if problem is not None:
-        logger.warning("%s of %s is not used: %s", GemmBackend.SWAPPED, rows.name, problem)
+    if is_new and not _works(rows, GemmBackend.SWAPPED, device):
         return False
     return setting != "auto" or _is_faster(decoder, device, rows, uses)
 

@@ -54,7 +54,8 @@ class GemmBackend(StrEnum):
     of gate and up, and no sort of few rows. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
     adapters are expanded in the same launch, so that the activation stays in it. SPLIT: our kernel in which programs
     share the inputs of the same columns, for plain weights and the rows and shapes of `split_gemm_schedule.is_split`.
-    SWAPPED: our kernel for narrow weights and any number of rows, `swapped_gemm_triton`.
+    SWAPPED: our kernel for narrow weights and any number of rows, `swapped_gemm_triton`; for experts, as SMALL, with
+    operands swapped.
     """
 
     LIBRARY = "library"
@@ -85,7 +86,10 @@ class GemmKind(NamedTuple):
     """Number of experts, if it is the GEMM of a mixture's gate and up; 0: it has one matrix."""
 
     is_narrow: bool = False
-    """The weight is a `NarrowWeight`, and one matrix."""
+    """The weight is a `NarrowWeight`."""
+
+    is_float4: bool = False
+    """It is in MXFP4, which SMALL multiplies of experts alone."""
 
 
 #: GEMM backends of a step: of each kind of GEMM that the library does not compute.

@@ -378,7 +378,7 @@ def rotate_and_write(
 
 @cache
 def _rotary(constants: RotaryConstants) -> KernelLauncher:
-    options = {**rotary_options(), **dependent_launch.options(constants.pdl)}
+    options = {**rotary_options(interleaved=constants.interleaved), **dependent_launch.options(constants.pdl)}
     return KernelLauncher(rotate_and_write_heads, {"C": constants, **options})
 
 

@@ -88,13 +88,16 @@ class NarrowWeight:
         return len(self.data)
 
     def dense(self) -> torch.Tensor:
-        """The weight `[out, in]` in `dtype`: on a GPU in one launch, elsewhere, and of MXFP4, by torch."""
+        """The weight `[out, in]` in `dtype`: on a GPU in one launch, elsewhere by torch."""
         *outer, inputs = self.shape
-        if self.data.is_cuda and not self.float4:
-            from .narrow_weights_triton import widen  # needs triton
+        if self.data.is_cuda:
+            from .narrow_weights_triton import widen, widen_float4  # needs triton
 
             out = torch.empty(math.prod(outer), inputs, dtype=self.dtype, device=self.device)
-            widen(out, self.data, self.scales, self.zeros, bits=self.bits, group=self.group, float8=self.float8)
+            if self.float4:
+                widen_float4(out, self.data, self.scales)
+            else:
+                widen(out, self.data, self.scales, self.zeros, bits=self.bits, group=self.group, float8=self.float8)
             return out.view(self.shape)
         values = self.data
         if self.bits == 4:
@@ -178,9 +181,9 @@ def keep_float4(
     float32 `[out, ⌈in / FLOAT4_GROUP⌉]`.
     """
     values, scales = values.to(device), scales.to(device)
-    codes = torch.zeros(max(_DOUBLES) + 1, dtype=torch.uint8, device=device)
-    codes[list(_DOUBLES)] = torch.arange(len(_DOUBLES), dtype=torch.uint8, device=device)
-    data = codes[values.abs().long()] | (values < 0).to(torch.uint8) << 3
+    codes = values.abs()  # of 0 to 4 they are the numbers; an index by numbers would take eight bytes for each
+    codes = codes - (codes > 4).to(torch.int8) - (codes > 6).to(torch.int8) - 3 * (codes > 8).to(torch.int8)
+    data = codes.view(torch.uint8) | (values < 0).to(torch.uint8) << 3
     _, exponents = torch.frexp(scales)  # of halves
     scales = (exponents + 126).to(torch.uint8)
     return NarrowWeight(_packed(data), scales, None, bits=4, group=FLOAT4_GROUP, dtype=dtype, float4=True)

@@ -171,6 +171,53 @@ def powers_of(exponents):
     return tl.where(exponents == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def scaled_float4(words, exponents, dtype: tl.constexpr):
+    """Weights in MXFP4, `[rows, inputs]`. words: `[rows, inputs / 8]`; exponents: `[rows, groups]`, see `powers_of`.
+
+    Powers of 2 multiply weights exactly in bf16, which has float32's range.
+    """
+    HALF: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    WIDE: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float32
+    values, powers = float4_values(words, HALF).to(WIDE), powers_of(exponents).to(WIDE)
+    rows: tl.constexpr = values.shape[0]
+    inputs: tl.constexpr = values.shape[1]
+    groups: tl.constexpr = exponents.shape[1]
+    each = tl.broadcast_to(tl.expand_dims(powers, 2), (rows, groups, inputs // groups))
+    return (values * tl.reshape(each, (rows, inputs))).to(dtype)
+
+
+@triton.jit(do_not_specialize=["outputs"])
+def widen_float4_rows(out, data, scales, outputs, C: tl.constexpr):
+    """As `widen_rows`, of MXFP4: out[n, k] = data[n, k] · scales[n, k // group], rounded once."""
+    BLOCK: tl.constexpr = C.inputs // 8
+    ROW: tl.constexpr = C.d_in // 8
+    GROUPS: tl.constexpr = C.d_in // C.group
+    row = (tl.program_id(0) * C.rows + tl.arange(0, C.rows)).to(tl.int64)[:, None]
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    k = tl.program_id(1) * C.inputs + tl.arange(0, C.inputs)[None, :]
+    group = tl.program_id(1) * (C.inputs // C.group) + tl.arange(0, C.inputs // C.group)[None, :]
+    own = row < outputs
+    words = tl.load(data + row * ROW + place, mask=own & (place < ROW), other=0)
+    exponents = tl.load(scales + row * GROUPS + group, mask=own & (group < GROUPS), other=0)
+    value = scaled_float4(words, exponents, tl.float32).to(out.dtype.element_ty)
+    tl.store(out + row * C.d_in + k, value, mask=own & (k < C.d_in))
+
+
+def widen_float4(out: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write a weight in MXFP4 to `out` `[out, in]`; the rest is as in `NarrowWeight`."""
+    outputs, inputs = out.shape
+    launch, constants = _launch_float4(inputs, inputs // scales.shape[-1])
+    grid = (-(-outputs // constants.rows), -(-inputs // constants.inputs), 1)
+    launch(grid, (out, data.view(torch.int32), scales), (outputs,), ())
+
+
+@cache
+def _launch_float4(d_in: int, group: int) -> tuple[KernelLauncher, WidenConstants]:
+    constants = WidenConstants(d_in, 4, group, zeros=False)
+    return KernelLauncher(widen_float4_rows, {"C": constants, "num_warps": WIDEN_WARPS}), constants
+
+
 # Rules for type checkers are at the end, so that kernels keep their lines.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportOptionalOperand=false, reportAssignmentType=false

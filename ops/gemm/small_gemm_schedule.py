@@ -87,7 +87,7 @@ class WeightForm(NamedTuple):
     """It has zero points."""
     float8: bool = False
     float4: bool = False
-    """See `NarrowWeight.float4`. Only experts are kept in it."""
+    """See `NarrowWeight.float4`. This GEMM takes no such weight, those with swapped operands and of experts do."""
 
     @property
     def unit(self) -> int:

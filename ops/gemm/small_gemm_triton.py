@@ -457,6 +457,8 @@ def multiply(
         raise ValueError(f"adapters of {tokens} rows can't be expanded in a GEMM; at most {MAX_EXPANDED_ROWS} rows can")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("rows of x and the whole weight must be contiguous")
+    if isinstance(weight, NarrowWeight) and weight.float4:
+        raise ValueError("this GEMM takes no MXFP4; swapped_gemm_triton does")
     shape = tokens, len(weight) // 2 if silu else len(weight)
     y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
     if y.shape != shape or y.dtype != x.dtype or not y.is_contiguous():

@@ -14,7 +14,7 @@ from .small_gemm_schedule import WeightForm
 TILE_ROWS = 16, 32, 64, 128
 
 #: Inputs that are multiplied at once, and how many such blocks have one scale where groups have it.
-_BLOCK_K, _BLOCKS = 64, 2
+BLOCK_K, _BLOCKS = 64, 2
 
 
 class Tile(NamedTuple):
@@ -31,12 +31,13 @@ def tile_of(rows: int, form: WeightForm) -> Tile:
     """The tiles of a step with so many rows.
 
     Where groups have scales, a tile has two sums, and those of 128 rows would spill registers on GPUs that sum in them
-    (compute capability 8 and 12). FP8 would spill them, too: it is widened in another order than the instruction takes
-    it, and goes through shared memory once more.
+    (compute capability 8 and 12). MXFP4 has one sum: its scales multiply the weights. FP8 would spill them, too: it is
+    widened in another order than the instruction takes it, and goes through shared memory once more.
     """
     if rows <= TILE_ROWS[2]:
         return Tile(next(tile for tile in TILE_ROWS if rows <= tile), 64, 4)
-    return Tile(TILE_ROWS[2 if form.group or form.float8 else 3], 128, 8)
+    has_two_sums = form.group > 0 and not form.float4
+    return Tile(TILE_ROWS[2 if has_two_sums or form.float8 else 3], 128, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +66,21 @@ class SwappedConstants:
     float8: bool
     unit: int
     """See `WeightForm.unit`."""
+    float4: bool = False
     splits: int = 1
     """Parts of the sum over the inputs: see `GemmConstants`."""
 
 
 def swapped_constants(d_in: int, d_out: int, tile: Tile, form: WeightForm, *, bias: bool = False) -> SwappedConstants:
     """The blocks of inputs and their order depend only on the weight, so a row of x gets the same bits in any tile."""
-    blocks = 1 if form.group % (_BLOCKS * _BLOCK_K) else _BLOCKS
-    # shared memory of 99 KiB, as GPUs with the least have it, holds fewer blocks of many rows
-    stages = {TILE_ROWS[2]: 3, TILE_ROWS[3]: 2}.get(tile.rows, 4)
     return SwappedConstants(
         d_in=d_in,
         d_out=d_out,
         block_t=tile.rows,
         block_n=tile.columns,
-        block_k=_BLOCK_K,
-        blocks=blocks,
-        stages=stages,
+        block_k=BLOCK_K,
+        blocks=blocks_of(form),
+        stages=stages_of(tile),
         warps=tile.warps,
         bias=bias,
         bits=form.bits,
@@ -90,12 +89,23 @@ def swapped_constants(d_in: int, d_out: int, tile: Tile, form: WeightForm, *, bi
         zeros=form.zeros,
         float8=form.float8,
         unit=form.unit,
+        float4=form.float4,
     )
 
 
-def swapped_options(constants: SwappedConstants) -> dict[str, int | bool]:
+def blocks_of(form: WeightForm) -> int:
+    """Blocks of inputs that have one scale, or whose weights have theirs multiplied in."""
+    return 1 if form.group % (_BLOCKS * BLOCK_K) and not form.float4 else _BLOCKS
+
+
+def stages_of(tile: Tile) -> int:
+    """Blocks of inputs in flight: shared memory of 99 KiB, as GPUs with the least have it, holds fewer of many rows."""
+    return {TILE_ROWS[2]: 3, TILE_ROWS[3]: 2}.get(tile.rows, 4)
+
+
+def swapped_options(tile: Tile, form: WeightForm) -> dict[str, int | bool]:
     """Options of a launch."""
-    options = {"num_warps": constants.warps, "num_stages": constants.stages, "enable_fp_fusion": False}
+    options = {"num_warps": tile.warps, "num_stages": stages_of(tile), "enable_fp_fusion": False}
     # else the assembler spills some registers to fit one more program on a multiprocessor
-    is_short = constants.warps == 4 and (constants.float8 or constants.block_t == TILE_ROWS[2])
+    is_short = tile.warps == 4 and (form.float8 or tile.rows == TILE_ROWS[2])
     return options | ({"maxnreg": 200} if is_short else {})

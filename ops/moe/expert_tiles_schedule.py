@@ -5,11 +5,12 @@ Tests: tests/ops/moe/test_expert_tiles_interpreted.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from ..elementwise.elementwise_schedule import Gating
 from ..gemm.small_gemm_schedule import FULL, WeightForm
+from ..gemm.swapped_gemm_schedule import BLOCK_K, Tile, blocks_of, stages_of, swapped_options
 
 #: Rows of a tile: those of one matrix instruction of a warp, of a warp group, and of two.
 TILE_ROWS = 16, 64, 128
@@ -24,6 +25,10 @@ UNSORTED_ROWS = 4
 
 #: Narrow weights that a program of few rows reads of a column at once.
 _NARROW_K = 128
+
+
+#: Rows of gate and of up that alternate where weights are the first operand: a thread has one of each then.
+GATE_ROWS = 8
 
 
 class Gate(NamedTuple):
@@ -74,6 +79,14 @@ class TileConstants:
     """See `ExpertTiles.of_pairs`."""
     pdl: bool = False
     """The previous launch may still be running when this one begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedTileConstants(TileConstants):
+    """Compile-time constants of a launch whose weights are the first operand: see `SwappedConstants`."""
+
+    blocks: int
+    warps: int
 
 
 def most_rows(form: WeightForm) -> int:
@@ -142,7 +155,20 @@ def tile_constants(
     )
 
 
+def swapped(constants: TileConstants, form: WeightForm) -> SwappedTileConstants:
+    """The same launch with narrow weights as the first operand. Inputs are summed alike in tiles of all sizes."""
+    tile = _swapped_tile(constants.block_t)
+    sizes = replace(constants, block_n=tile.columns, block_k=BLOCK_K, stages=stages_of(tile))
+    return SwappedTileConstants(**asdict(sizes), blocks=blocks_of(form), warps=tile.warps)
+
+
+def _swapped_tile(block_t: int) -> Tile:
+    return Tile(block_t, 64, 4) if block_t == TILE_ROWS[0] else Tile(block_t, 128, 8)
+
+
 def tile_options(constants: TileConstants) -> dict[str, int | bool]:
     """Options of a launch."""
+    if isinstance(constants, SwappedTileConstants):
+        return swapped_options(_swapped_tile(constants.block_t), WeightForm(float8=constants.float8))
     warps = 8 if constants.block_n > 64 else 4
     return {"num_warps": warps, "num_stages": constants.stages, "enable_fp_fusion": False}

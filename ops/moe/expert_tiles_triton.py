@@ -21,7 +21,7 @@ from ..gemm.narrow_weights_triton import float4_values, powers_of
 from ..gemm.small_gemm_triton import _add_product, _load_scale, _load_weight, form_of, parts_of
 from ..launch_triton import KernelLauncher
 from .expert_tiles import ExpertTiles, Stack
-from .expert_tiles_schedule import Gate, TileConstants, tile_constants, tile_options
+from .expert_tiles_schedule import Gate, TileConstants, swapped, tile_constants, tile_options
 
 _FLOAT4_GROUP = tl.constexpr(FLOAT4_GROUP)
 
@@ -118,13 +118,22 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
         tl.store(out, value, mask=own[:, None] & own_column[None, :])
 
 
-def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, gate: Gate | None = None) -> torch.Tensor:
+def multiply(
+    x: torch.Tensor,
+    stack: Stack,
+    tiles: ExpertTiles,
+    per_row: int,
+    gate: Gate | None = None,
+    *,
+    swaps: bool = False,
+) -> torch.Tensor:
     """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
 
     x: `[rows, inputs]`. per_row: experts of each of them. gate: the matrices are gate and up, and this is computed of
-    their results, with the bits of the activation by itself. Returns `[rows · per_row, outputs]` in x's dtype, by pair.
-    A row's bits don't depend on other rows of a step with tiles of this size. MXFP4 is widened as it is loaded, to the
-    numbers of `weight.dense()`; other narrow weights as `small_gemm_triton.multiply` has them.
+    their results, with the bits of the activation by itself. swaps: narrow weights are the first operand, by
+    `swapped_tiles_triton`. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A row's bits don't depend on
+    other rows of a step with tiles of this size, or of any size if operands are swapped. MXFP4 is widened as it is
+    loaded, to the numbers of `weight.dense()`; other narrow weights as `small_gemm_triton.multiply` has them.
     """
     weight, bias = stack.data, stack.bias
     experts, matrix_rows, d_in = weight.shape
@@ -132,6 +141,7 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, ga
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("rows of x, and the weights, must be contiguous")
     y = torch.empty(len(x) * per_row, d_out, dtype=x.dtype, device=x.device)
+    form = form_of(weight, d_in)
     constants = tile_constants(
         d_in,
         d_out,
@@ -140,11 +150,12 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, ga
         per_row=per_row,
         experts=experts,
         bias=bias is not None,
-        form=form_of(weight, d_in),
+        form=form,
         gate=gate,
         of_pairs=tiles.of_pairs,
         pdl=dependent_launch.begins_early(x.device),
     )
+    constants = swapped(constants, form) if swaps and form.bits < 16 else constants
     grid = len(tiles.expert), -(-matrix_rows // constants.block_n), 1
     tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
     _launcher(constants)(grid, (y, x, parts_of(weight), y if bias is None else bias, *tables), (), (x.stride(0),))
@@ -154,7 +165,11 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, ga
 @cache
 def _launcher(constants: TileConstants) -> KernelLauncher:
     options = {**tile_options(constants), **dependent_launch.options(constants.pdl)}
-    return KernelLauncher(multiply_tiles, {"C": constants, **options})
+    if type(constants) is TileConstants:
+        return KernelLauncher(multiply_tiles, {"C": constants, **options})
+    from .swapped_tiles_triton import multiply_swapped_tiles  # here, as lines above kernels are part of their keys
+
+    return KernelLauncher(multiply_swapped_tiles, {"C": constants, **options})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -122,7 +122,9 @@ def router_constants(
 
 def router_options(constants: RouterConstants) -> dict[str, int | bool]:
     """Options of a launch."""
-    return {"num_warps": 4, "num_stages": constants.stages, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "num_stages": constants.stages, "enable_fp_fusion": False}
+    # by its own choice the assembler takes 64 registers for sm_120, and spills some
+    return options | ({"maxnreg": 200} if constants.block_t == TILE_ROWS[-1] and not constants.wide else {})
 
 
 def choice_options() -> dict[str, int | bool]:

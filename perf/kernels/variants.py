@@ -149,7 +149,7 @@ def _rotary(
     return _elementwise(
         "rotate_and_write_heads",
         {"C": constants},
-        elementwise_schedule.rotary_options(),
+        elementwise_schedule.rotary_options(interleaved=constants.interleaved),
         ("q", "qkv", *(() if constants.wide else ("q_norm", "k_norm"))),
         {
             **(dict.fromkeys(("q_norm", "k_norm"), "*fp32") if constants.wide else {}),
@@ -330,18 +330,31 @@ WIDENED = {
         others={**dict(_weight_fields(form)), "outputs": "i32"},
     )
     for name, form in FORMS.items()
+} | {
+    "widen-mxfp4": Elementwise(
+        "gemm.narrow_weights_triton",
+        "widen_float4_rows",
+        constants={"C": WidenConstants(14336, 4, FLOAT4_GROUP, zeros=False)},
+        options={"num_warps": WIDEN_WARPS},
+        own=("out",),
+        others={"data": "*i32", "scales": "*u8", "outputs": "i32"},
+    )
 }
+
+#: MXFP4, of which only kernels with operands swapped and those of experts multiply weights.
+_MXFP4 = small.WeightForm(4, FLOAT4_GROUP, float4=True)
 
 
 def _swapped(d_in: int, d_out: int, rows: int, form: small.WeightForm) -> Elementwise:
     """rows: of the step."""
     form = form if form.group < d_in else form._replace(group=0)
-    constants = swapped.swapped_constants(d_in, d_out, swapped.tile_of(rows, form), form)
+    tile = swapped.tile_of(rows, form)
+    constants = swapped.swapped_constants(d_in, d_out, tile, form)
     return Elementwise(
         "gemm.swapped_gemm_triton",
         "multiply_swapped",
         constants={"C": constants},
-        options=swapped.swapped_options(constants),
+        options=swapped.swapped_options(tile, form),
         own=("y", "x", "bias"),
         others={"weight": _weight_fields(form), "rows": "i32", **_strides("x")},
         pointer="data",
@@ -349,12 +362,17 @@ def _swapped(d_in: int, d_out: int, rows: int, form: small.WeightForm) -> Elemen
 
 
 #: GEMMs of all tiles with narrow weights as the first operand, of 14336 inputs and 4096 columns; of 4 bits without zero
-#: points, too, and FP8 with a scale per row.
+#: points, too, FP8 with a scale per row, and MXFP4.
 SWAPPED = {
     f"swapped-{name}.{rows}": _swapped(14336, 4096, rows, form)
     for rows, (name, form) in product(
         swapped.TILE_ROWS,
-        {**FORMS, "int4-middle": small.WeightForm(4, 128), "fp8-rows": small.WeightForm(8, float8=True)}.items(),
+        {
+            **FORMS,
+            "int4-middle": small.WeightForm(4, 128),
+            "fp8-rows": small.WeightForm(8, float8=True),
+            "mxfp4": _MXFP4,
+        }.items(),
     )
 }
 
@@ -445,15 +463,19 @@ def _experts(
     form: small.WeightForm = small.FULL,
     gate: expert_tiles_schedule.Gate | None = None,
     of_pairs: bool = False,
+    swaps: bool = False,
 ) -> Elementwise:
-    """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts. gate: of the activation."""
+    """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts. gate: of the activation.
+    swaps: weights are the first operand.
+    """
     its = expert_tiles_schedule
     numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form, "gate": gate, "of_pairs": of_pairs}
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
     constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers)
+    constants = its.swapped(constants, form) if swaps else constants
     return Elementwise(
-        "moe.expert_tiles_triton",
-        "multiply_tiles",
+        "moe.swapped_tiles_triton" if swaps else "moe.expert_tiles_triton",
+        "multiply_swapped_tiles" if swaps else "multiply_tiles",
         constants={"C": constants},
         options=its.tile_options(constants),
         own=("y", "x", "bias"),
@@ -482,12 +504,7 @@ NARROW_EXPERTS = {
     f"experts-{name}.{rows}": _experts(2048, 1536, rows, per_row=8, form=form)
     for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
     for rows in (64, 2048)
-} | {
-    f"experts-mxfp4.{rows}": _experts(
-        2880, 5760, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True)
-    )
-    for rows in (64, 512, 2048)
-}
+} | {f"experts-mxfp4.{rows}": _experts(2880, 5760, rows, per_row=4, bias=True, form=_MXFP4) for rows in (64, 512, 2048)}
 
 
 _SILU = expert_tiles_schedule.Gate()
@@ -505,11 +522,26 @@ GATED_EXPERTS = {
         for rows in (64, 2048)
     },
     **{
-        f"gated-mxfp4.{rows}": _experts(
-            2880, 2880, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True), gate=_SWIGLU
-        )
+        f"gated-mxfp4.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU)
         for rows in (64, 2048)
     },
+}
+
+#: The same with narrow weights as the first operand, and down of a few rows, unsorted.
+SWAPPED_EXPERTS = {
+    **{
+        f"swapped-experts-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU, swaps=True)
+        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
+        for rows in (64, 2048)
+    },
+    **{
+        f"swapped-experts-mxfp4.{rows}": _experts(
+            2880, 2880, rows, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU, swaps=True
+        )
+        for rows in (64, 512, 2048)
+    },
+    "swapped-down-int4.4": _experts(768, 2048, 4, per_row=1, form=FORMS["int4"], of_pairs=True, swaps=True),
+    "swapped-down-int4.2048": _experts(768, 2048, 2048, per_row=1, form=FORMS["int4"], swaps=True),
 }
 
 
@@ -726,7 +758,7 @@ LATENT_LORA = {
 
 #: Launches that read no rank-rows, or those of one projection alone.
 PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | SWAPPED | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
-PLAIN |= SPLIT | GATED_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
+PLAIN |= SPLIT | GATED_EXPERTS | SWAPPED_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -895,7 +927,7 @@ def plain_variants() -> Iterator[Variant]:
     for group, launch in (LATENT_LORA | SPLIT).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS).items():
+    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS | SWAPPED_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
     for group, launch in DRAWS.items():

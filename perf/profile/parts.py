@@ -34,7 +34,7 @@ class Part(StrEnum):
 #: A product that also multiplies with B (`small_gemm=fused`) counts as a base product.
 _NAMES = [
     (Part.LORA, r"^(shrink|expand)_(decode|prefill)|^(scale_rows|write_tiles|add_to_heads)"),
-    (Part.PRODUCTS, r"^(multiply_(rows|parts|swapped|tiles)|widen_rows|round_float8_rows)"),
+    (Part.PRODUCTS, r"^(multiply_(rows|parts|swapped|tiles)|widen_(float4_)?rows|round_float8_rows)"),
     (Part.ATTENTION, r"^attend_rows"),
     (Part.ELEMENTWISE, r"^(rms_norm_rows|rotate_and_write_(heads|latents)|(gate|silu)_and_mul_rows)"),
     (Part.ROUTING, r"^(multiply_router|choose_experts|sort_pairs|add_experts)"),

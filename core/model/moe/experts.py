@@ -86,13 +86,14 @@ class ExpertWeights(ABC):
         factors: torch.Tensor | None = None,
         *,
         joins: bool = False,
+        swaps: bool = False,
     ) -> torch.Tensor:
         """The experts' outputs for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
         are read.
 
         chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
-        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are. joins: see
-        `mix_experts`.
+        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are. joins, swaps:
+        see `mix_experts`.
         """
 
     @abstractmethod
@@ -161,6 +162,7 @@ class ListedExperts(ExpertWeights):
         factors: torch.Tensor | None = None,
         *,
         joins: bool = False,
+        swaps: bool = False,
     ) -> torch.Tensor:
         experts = chosen.flatten().numpy()
         places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
@@ -358,10 +360,11 @@ def mix_experts(
     routed: torch.Tensor | None = None,
     *,
     joins: bool = False,
+    swaps: bool = False,
 ) -> torch.Tensor:
     """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters. routed: the
     router's input, where that is another one than the experts'. joins: on a GPU, with fewer launches, as `SMALL` of
-    `GemmBackend` says.
+    `GemmBackend` says. swaps: narrow weights are the first operand, as `SWAPPED` says.
     """
     if routed is None and (native := weights.native(spec)) is not None:
         return native.mix(x, None if (own := lora_of(lora, MixtureLora)) is None else own.native).y
@@ -373,7 +376,7 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
-    outputs = weights.outputs(x, experts, spec, lora, of_inputs, joins=joins).view(*experts.shape, -1)
+    outputs = weights.outputs(x, experts, spec, lora, of_inputs, joins=joins, swaps=swaps).view(*experts.shape, -1)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 

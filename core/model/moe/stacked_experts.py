@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,10 +75,12 @@ class StackedExperts(ExpertWeights):
         factors: torch.Tensor | None = None,
         *,
         joins: bool = False,
+        swaps: bool = False,
     ) -> torch.Tensor:
-        from ....ops.moe.expert_tiles_triton import multiply
+        from ....ops.moe import expert_tiles_triton
         from ....ops.moe.routing_triton import tiles_of
 
+        multiply = partial(expert_tiles_triton.multiply, swaps=swaps)
         per_token, launches = spec.routing.per_token, lora_of(lora, MixtureLaunches)
         added = None if launches is None else launches.routed(chosen)
         if joins and len(chosen) <= UNSORTED_ROWS and (added is None or not added.has_runs):

@@ -160,9 +160,9 @@ def kind_of(weight: Weight, bias: torch.Tensor | None = None, *, silu: bool = Fa
         form = f"{name} in groups of {weight.group}"
         form += " with zeros" * (weight.zeros is not None) + ", rounds inputs" * weight.rounds_inputs
     *experts, outputs, inputs = weight.shape
-    count = experts[0] if experts else 0
-    is_narrow = isinstance(weight, NarrowWeight) and not count
-    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head, count, is_narrow)
+    count, is_narrow = experts[0] if experts else 0, isinstance(weight, NarrowWeight)
+    is_float4 = isinstance(weight, NarrowWeight) and weight.float4
+    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head, count, is_narrow, is_float4)
 
 
 def multiply(

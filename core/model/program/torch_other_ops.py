@@ -9,7 +9,7 @@ import torch
 
 from ....ops.elementwise import elementwise
 from ....ops.elementwise.sparse_gates import sparse_gates as with_sparse_gates
-from ..batch import GemmKind
+from ..batch import GemmBackend, GemmKind
 from ..moe.experts import ExpertWeights, mix_experts
 from ..moe.stacked_experts import StackedExperts
 from ..nvtx_spans import span
@@ -66,6 +66,13 @@ def kind_of_experts(experts: ExpertWeights) -> GemmKind | None:
     return kind_of(experts.gate_up.data, experts.gate_up.bias) if isinstance(experts, StackedExperts) else None
 
 
+def backend_of(step: Step, experts: ExpertWeights) -> GemmBackend:
+    """The backend of a mixture in a step."""
+    backends = step.batch.backends
+    kind = kind_of_experts(experts) if backends else None
+    return GemmBackend.LIBRARY if kind is None else backends.get(kind, GemmBackend.LIBRARY)
+
+
 def moe(op: Moe, at: OpContext) -> Run:
     read, index, spec = reader(op.x), at.index, op.spec
     routed_of = None if op.routed is None else reader(op.routed)
@@ -74,8 +81,9 @@ def moe(op: Moe, at: OpContext) -> Run:
         names, experts, lora = step.names, step.layers[index][op.experts], step.batch.lora
         added = None if lora is None else lora.mixture(index)
         routed = None if routed_of is None else routed_of(names)
-        joins = bool(backends := step.batch.backends) and kind_of_experts(experts) in backends
-        names[op.out] = mix_experts(read(names), experts, spec, added, routed, joins=joins)
+        backend = backend_of(step, experts)
+        joins, swaps = backend is not GemmBackend.LIBRARY, backend is GemmBackend.SWAPPED
+        names[op.out] = mix_experts(read(names), experts, spec, added, routed, joins=joins, swaps=swaps)
 
     return run
 

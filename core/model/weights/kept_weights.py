@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ....memory.pages import hugepages
-from ....ops.gemm.narrow_weights import NarrowWeight, keep
+from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.gemm.packed_gemm import pack
 from ....ops.library import native_library
 from ....ops.moe import expert_gemms
@@ -27,7 +27,7 @@ from ..checkpoints.quantization.groups import (
 )
 from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from ..moe.experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
-from ..moe.narrow_experts import narrow_expert
+from ..moe.narrow_experts import kept_narrow, narrow_expert
 from ..moe.stacked_experts import stacked_experts
 from ..specs.norms import NormSpec
 from .layer_weights import LayerWeights
@@ -69,7 +69,7 @@ def _narrowed(
     even, group = evenly_grouped(with_signed_values(weight))
     if not (bits := plan.of_values(even).bits):
         return plain(weight, dtype).to(device)
-    kept = keep(even.values, even.scales * even.factor, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
+    kept = kept_narrow(even, bits, group, dtype, device)
     return replace(kept, rounds_inputs=plan.float8_inputs and isinstance(even.inputs, Float8Inputs))
 
 

@@ -75,9 +75,6 @@ class WeightPlan:
         """Of an expert's matrix, likewise. is_shared: of the one that every token goes to."""
         if is_shared and self.experts is Way.NARROW:
             return Kept(Way.CAST)
-        if stored is not None and stored.mxfp4 and self.experts is Way.NARROW:
-            is_float4 = not inputs % FLOAT4_GROUP and stored.group == FLOAT4_GROUP
-            return Kept(Way.NARROW, 4, FLOAT4_GROUP, 1) if is_float4 else Kept(Way.CAST)
         return _kept(self.experts, stored, inputs)
 
     @property
@@ -111,6 +108,8 @@ def _kept(way: Way, stored: Narrow | None, inputs: int) -> Kept:
     if stored is None:
         return dense
     group = stored.group or inputs
+    if way is Way.NARROW and stored.mxfp4:
+        return Kept(way, 4, FLOAT4_GROUP, 1) if group == FLOAT4_GROUP and not inputs % FLOAT4_GROUP else dense
     if way is Way.NARROW and is_kept(inputs, kept_bits(stored.bits), group):
         return Kept(way, kept_bits(stored.bits), group, 4 * (1 + stored.has_zeros))
     if way is Way.PACK and not stored.is_float and is_packed(inputs, stored.bits, group):

@@ -27,6 +27,7 @@ from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     compile_late,
 )
 from chorus.core.executors.cuda_gemm_races import GemmRaces  # noqa: E402
+from chorus.core.executors.cuda_row_backends import choose_row_backends  # noqa: E402
 from chorus.core.model.batch import GemmBackend, GemmBackends, GemmKind  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
@@ -267,6 +268,74 @@ def test_launches_of_experts_are_joined_in_prompts_unless_that_is_clearly_slower
 
     found = choose_for_prompts(setting, decoder, 500, SimpleNamespace(seconds=seconds))
     assert found == ({kind: GemmBackend.SMALL} if joins else {})
+
+
+class ExpertClock:
+    """A decoder with narrow experts alone, and a device that times its mixtures: `took(BACKEND, ROWS)`."""
+
+    KIND = GemmKind(192, 64, "int4 in groups of 64", experts=8, is_narrow=True)
+
+    def __init__(self, took, wrong=()):
+        self._took, self._wrong, self._last, self.timed = took, wrong, None, []
+        self.dtype, self.arena = torch.bfloat16, SimpleNamespace(pages=torch.empty(0))
+
+    def gemms(self, every=False):
+        return {self.KIND: [SimpleNamespace(name="EXPERTS", op=None)]}
+
+    def run_gemm(self, use, backend, x, lora=None):
+        self._last = backend, len(x)
+        return torch.full((1,), 2.0 if backend in self._wrong else 1.0)
+
+    def seconds(self, run):
+        run()
+        self.timed.append(self._last)
+        return self._took(*self._last)
+
+
+def test_mixtures_of_narrow_experts_have_the_fastest_kernel_for_each_size():
+    """Steps of more rows than are timed have that of the largest that is."""
+    small, swapped, library = GemmBackend.SMALL, GemmBackend.SWAPPED, GemmBackend.LIBRARY
+    times = {small: 1.0, library: 1.1}
+    clock = ExpertClock(lambda backend, rows: times.get(backend, 0.9 if rows >= 64 else 0.99))
+    found = choose_row_backends("auto", clock, clock, most_rows=8192, most_logits=64, captures=True)
+    chosen = {rows: found.of(rows)[clock.KIND] for rows in (1, 32, 33, 100, 2048, 5000, 9000)}
+    assert chosen == {1: small, 32: small, 33: swapped, 100: swapped, 2048: swapped, 5000: swapped, 9000: swapped}
+    assert max(rows for _, rows in clock.timed) == 2048
+    clock = ExpertClock(lambda backend, rows: 0.5 if backend is library else 1.0)
+    found = choose_row_backends("auto", clock, clock, most_rows=16, most_logits=64, captures=True)
+    assert found.of(16) == {clock.KIND: library}
+
+
+def test_experts_have_operands_swapped_where_they_are_asked_for_and_right(caplog):
+    small, swapped = GemmBackend.SMALL, GemmBackend.SWAPPED
+    kind = ExpertClock.KIND
+    assert asked_backends("auto", kind, 64) == [small, swapped]
+    assert [asked_backends(setting, kind, 64) for setting in ("on", "fused", "swapped")] == [
+        [small],
+        [small],
+        [swapped],
+    ]
+    numbers = {"most_rows": 64, "most_logits": 64, "captures": True}
+    clock = ExpertClock(None)
+    assert choose_row_backends("swapped", clock, clock, **numbers).of(64) == {kind: swapped}
+    assert choose_row_backends("on", clock, clock, **numbers, always={kind: small}).of(64) == {kind: small}
+    clock = ExpertClock(lambda backend, rows: 0.5 if backend is swapped else 1.0, wrong=[swapped])
+    clock.failure = lambda: None
+    assert choose_row_backends("auto", clock, clock, **numbers).of(64) == {kind: small}
+    assert "swapped of EXPERTS 64 → 192 in int4 in groups of 64 is not used: it differs by" in caplog.text
+
+
+def test_mxfp4_of_one_matrix_is_multiplied_with_operands_swapped_alone():
+    """By every setting: the kernel for few rows does not take it."""
+    small, swapped = GemmBackend.SMALL, GemmBackend.SWAPPED
+    float4 = GemmKind(64, 96, "MXFP4 in groups of 32", is_narrow=True, is_float4=True)
+    for setting in ("auto", "on", "fused", "swapped"):
+        assert asked_backends(setting, float4, 16) == [swapped]
+    assert asked_backends("on", float4._replace(experts=8), 16) == [small]
+    found = combinations_of({float4: [swapped], DOWN: [small]})
+    assert {name: each.get(float4) for name, each in found.items()} == {
+        **dict.fromkeys(("on", "fused", "on, logits by the library", "swapped"), swapped), "off": None,
+    }  # fmt: skip
 
 
 def test_programs_share_the_inputs_of_long_plain_sums_where_the_race_decides():

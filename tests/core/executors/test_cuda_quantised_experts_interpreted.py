@@ -71,6 +71,20 @@ def test_families(quantised, drive, family, form):
     check(it.twin, driver, *requests)
 
 
+@pytest.mark.parametrize(
+    ("family", "form"), [("gpt-oss", "mxfp4"), *(pytest.param(*each, marks=pytest.mark.slow) for each in QUANTISED)]
+)
+def test_operands_are_swapped_in_prompts_and_decode_steps(quantised, drive, monkeypatch, family, form):
+    """Beside adapters on experts, of which the activation is then apart."""
+    monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-4)
+    it = quantised(family, form)
+    driver = drive(it, small_gemm="swapped", **it.options)
+    steps = driver.executor.inner.steps
+    for backends in (steps.mixed.backends.of(24), *steps.decoding.backends.values()):
+        assert {each for kind, each in backends.items() if kind.experts} == {GemmBackend.SWAPPED}
+    check(it.twin, driver, (None, 9, 3), ("r2-experts", 6, 3))
+
+
 @pytest.mark.slow
 def test_fp8_experts_stay_so(drive):
     """A tensor for each expert, with a scale per output."""

@@ -30,6 +30,7 @@ from chorus.server.cli.command import main
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
+from ..model.checkpoints.quantization.forms import FORMS
 from .test_cuda_interpreted import ask, check, merge
 
 SPEC = ModelSpec(seed=5, hidden=64, ffn=128, layers=2, heads=2, kv_heads=1, vocab=96, positions=64)
@@ -251,6 +252,48 @@ def test_an_fp8_checkpoint_is_kept_as_it_is(drive, model, tmp_path):
     driver = drive(tmp_path / "fp8")
     assert kept(driver) == {NarrowWeight}
     check(driver, ask(driver, Subject(tmp_path / "twin", model.adapters), *REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def float4(model, tmp_path_factory) -> tuple[Path, Subject]:
+    """A checkpoint in MXFP4 of compressed-tensors, and its twin."""
+    root, form = tmp_path_factory.mktemp("mxfp4"), FORMS["compressed mxfp4"]
+    for name in ("mxfp4", "twin"):
+        shutil.copytree(model.model, root / name)
+    twin = load_file(model.model / "model.safetensors")
+    tensors = dict(twin)
+    for key in [key for key in twin if key.endswith("_proj.weight")]:
+        module, weight = key.removesuffix(".weight"), tensors.pop(key)
+        stored, twin[key] = form.quantise(module, (weight.shape[0], weight.shape[1]))
+        tensors |= {f"{module}.{end}": tensor for end, tensor in stored.items()}
+    save_file(tensors, root / "mxfp4" / "model.safetensors", {"format": "pt"})
+    save_file(twin, root / "twin" / "model.safetensors", {"format": "pt"})
+    config = root / "mxfp4" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": form.how}))
+    return root / "mxfp4", Subject(root / "twin", model.adapters)
+
+
+@pytest.mark.parametrize("small_gemm", ["swapped", pytest.param("on", marks=pytest.mark.slow)])
+def test_an_mxfp4_checkpoint_is_kept_as_it_is(drive, float4, monkeypatch, small_gemm):
+    """Decode steps widen no weight, by any setting; prompts don't, either, if the kernel serves all rows."""
+    path, twin = float4
+    driver = drive(path, small_gemm=small_gemm)
+    layers = driver.executor.inner.steps.decoder.layers
+    assert {layer[name].float4 for layer in layers for name in MATRICES} == {True}
+    assert GemmBackend.SWAPPED in used(driver)
+    count = WidenedCount(driver, monkeypatch)
+    check(driver, ask(driver, twin, *REQUESTS))
+    assert {widened for rows, widened in count.steps if rows <= 3} == {0}
+    assert any(widened for _, widened in count.steps) == (small_gemm == "on")
+
+
+@pytest.mark.slow
+def test_an_mxfp4_checkpoint_is_served_by_the_library_too(drive, float4):
+    """Where the kernel is slower or wrong."""
+    path, twin = float4
+    driver = drive(path, few_rows=False)
+    assert kept(driver) == {NarrowWeight}
+    check(driver, ask(driver, twin, *REQUESTS))
 
 
 class RoundingSubject(Subject):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from chorus.ops.gemm.narrow_weights import NarrowWeight, is_kept, keep
+from chorus.ops.gemm.narrow_weights import NarrowWeight, is_kept, keep, keep_float4
 
 from ...processes import run_python
 
@@ -87,9 +87,18 @@ def test_a_kept_float8_weight_is_what_it_stands_for(inputs, group, dtype):
     assert torch.equal(weight.dense(), want)
 
 
+def kept_float4(outputs: int, inputs: int, dtype: torch.dtype) -> NarrowWeight:
+    """Every E2M1 value, kept as MXFP4, with the least power of 2, a subnormal number, and others."""
+    numbers = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12), dtype=torch.int8)
+    numbers = torch.cat((numbers, -numbers)).repeat(outputs * inputs // 16).view(outputs, inputs)
+    powers = torch.exp2(torch.arange(outputs * (inputs // 32)).float() % 20 - 12).view(outputs, -1)
+    powers[0, 0] = 2.0**-127
+    return keep_float4(numbers, powers, dtype=dtype, device=CPU)
+
+
 def widen_all() -> None:
     """Run in a process that interprets."""
-    from chorus.ops.gemm.narrow_weights_triton import widen
+    from chorus.ops.gemm.narrow_weights_triton import widen, widen_float4
 
     def widened(it: NarrowWeight) -> torch.Tensor:
         out = torch.empty(it.shape, dtype=it.dtype)
@@ -108,6 +117,12 @@ def widen_all() -> None:
     ):
         weight, want = kept_float8(19, inputs, group, dtype)
         assert torch.equal(widened(weight), want), f"FP8, {inputs} inputs in groups of {group}"
+
+    for inputs, dtype in itertools.product((32, 64, 288), (torch.float32, torch.bfloat16, torch.float16)):
+        weight = kept_float4(19, inputs, dtype)
+        out = torch.empty(weight.shape, dtype=dtype)
+        widen_float4(out, weight.data, weight.scales)
+        assert torch.equal(out, weight.dense()), f"MXFP4, {inputs} inputs"
 
 
 @pytest.mark.triton

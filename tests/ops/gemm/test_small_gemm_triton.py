@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops.elementwise.elementwise import silu_and_mul
-from chorus.ops.gemm.narrow_weights import NarrowWeight, is_kept, keep
+from chorus.ops.gemm.narrow_weights import NarrowWeight, is_kept, keep, keep_float4
 from chorus.ops.gemm.small_gemm_schedule import (
     MAX_ROWS,
     TILE_ROWS,
@@ -202,7 +202,7 @@ def test_values_equal_the_definition():
 
 def narrow(case: Case, form: tuple[int, int, str], dtype: torch.dtype, device: str = "cpu") -> NarrowWeight:
     """Random values as a case's weight. form: bits, inputs of a group or 0 for a row, and whether they have zero points
-    or are FP8.
+    or are FP8 or MXFP4.
     """
     bits, group, kind = form
     d_in, d_out = case.shape
@@ -210,6 +210,10 @@ def narrow(case: Case, form: tuple[int, int, str], dtype: torch.dtype, device: s
     generator = torch.Generator().manual_seed(case.seed)
     group = group or d_in
     values = torch.randint(-half, half, (rows, d_in), generator=generator, dtype=torch.int8)
+    if kind == "mxfp4":
+        doubles = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)[values.long() % 8] * values.sign()
+        powers = torch.exp2(torch.randint(-8, 2, (rows, d_in // group), generator=generator).float())
+        return keep_float4(doubles, powers, dtype=dtype, device=torch.device(device))
     scales = (torch.rand(rows, -(-d_in // group), generator=generator) + 0.1) / (half * d_in**0.5)
     points = torch.randint(-half, half, scales.shape, generator=generator, dtype=torch.int16)
     points = points if kind == "zeros" else None
@@ -222,6 +226,8 @@ FORMS = ((8, 0, ""), (8, 128, "zeros"), (4, 64, ""), (4, 128, "zeros"), (4, 0, "
 
 def numbers_of(weight: NarrowWeight) -> torch.Tensor:
     """What a weight's stored numbers, zero points and scales stand for, in float64, by its definition."""
+    if weight.float4:  # float32 holds them exactly
+        return replace(weight, dtype=torch.float32).dense().double()
     one = replace(weight, scales=torch.ones_like(weight.scales), dtype=torch.float32)
     group_of = torch.arange(weight.shape[1], device=weight.device) // weight.group
     return one.dense().double() * weight.scales.double()[:, group_of]

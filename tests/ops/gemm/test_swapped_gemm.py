@@ -17,7 +17,11 @@ from chorus.ops.gemm.swapped_gemm_schedule import TILE_ROWS, swapped_constants, 
 
 from ...processes import run_python
 from .test_narrow_weights import kept_float8
-from .test_small_gemm_triton import FORMS, TOLERANCE, Case, Inputs, narrow, numbers_of
+from .test_small_gemm_triton import FORMS as FEW_ROWS_FORMS
+from .test_small_gemm_triton import TOLERANCE, Case, Inputs, narrow, numbers_of
+
+#: Bits, inputs of a group or 0 for a row, and what else they have: see `narrow`.
+FORMS = (*FEW_ROWS_FORMS, (4, 32, "mxfp4"))
 
 #: (inputs, outputs): within a block of either, of one, and of several with a rest.
 SHAPES = (64, 50), (128, 64), (200, 33), (576, 80), (384, 130)
@@ -28,6 +32,11 @@ ROWS = 1, 16, 19, 64, 100, 128, 129, 300
 #: Largest difference from the sum in float64 in units in the last place, of a number that is at least a sixteenth of
 #: the largest: half a unit for the one rounding, and a hundredth for sums in float32.
 UNITS = 0.51
+
+
+def has_form(form: tuple[int, int, str], inputs: int) -> bool:
+    """Whether a weight with so many inputs may be kept in a form."""
+    return inputs % 32 == 0 if form[2] == "mxfp4" else is_kept(inputs, form[0], form[1] or inputs)
 
 
 def check_values(case: Case, form: tuple[int, int, str], dtype: torch.dtype, device: str = "cpu") -> str:
@@ -54,7 +63,7 @@ def interpret_values() -> None:
     fix_bf16()
     rows = itertools.cycle(ROWS)
     for seed, (shape, form, dtype) in enumerate(itertools.product(SHAPES, FORMS, TOLERANCE)):
-        if is_kept(shape[0], form[0], form[1] or shape[0]):
+        if has_form(form, shape[0]):
             case = Case(seed, next(rows), shape, bias=bool(seed & 1), silu=False, spare=seed % 3)
             problem = check_values(case, form, dtype)
             assert not problem, f"{case}, {form}, {dtype}: {problem}"
@@ -82,7 +91,7 @@ def interpret_bits() -> None:
 
     fix_bf16()
     multiply_column_by_column()
-    for seed, form in enumerate(((4, 64, ""), (8, 128, "zeros"), (8, 0, "fp8"))):
+    for seed, form in enumerate(((4, 64, ""), (8, 128, "zeros"), (8, 0, "fp8"), (4, 32, "mxfp4"))):
         case = Case(seed, 256, (384, 66), bias=True, silu=False)
         inputs, weight = Inputs(case, torch.bfloat16), narrow(case, form, torch.bfloat16)
         whole = multiply(inputs.x, weight, inputs.bias)
@@ -108,12 +117,22 @@ def test_interpreted(work):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("form", [WeightForm(4, 128, zeros=True), WeightForm(4, 64), WeightForm(8), WeightForm(8, 128)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        WeightForm(4, 128, zeros=True),
+        WeightForm(4, 64),
+        WeightForm(8),
+        WeightForm(8, 128),
+        WeightForm(4, 32, float4=True),
+    ],
+)
 def test_inputs_are_summed_alike_in_tiles_of_all_sizes(form):
     made = [swapped_constants(4096, 6144, tile_of(rows, form), form) for rows in range(1, 300)]
     assert len({(each.block_k, each.blocks, each.splits, each.groups) for each in made}) == 1
-    assert not form.group % (made[0].block_k * made[0].blocks), "blocks that are added first have one scale"
-    assert {each.block_t for each in made} == set(TILE_ROWS[:3] if form.group else TILE_ROWS)
+    if not form.float4:
+        assert not form.group % (made[0].block_k * made[0].blocks), "blocks that are added first have one scale"
+    assert {each.block_t for each in made} == set(TILE_ROWS[:3] if form.group and not form.float4 else TILE_ROWS)
     assert all(each.block_t >= rows for rows, each in enumerate(made[:64], 1))
 
 
@@ -128,9 +147,12 @@ def test_refuses_what_it_does_not_multiply():
         multiply(x.T.contiguous().T, weight)
     with pytest.raises(ValueError, match="must be contiguous"):
         multiply(x[:, :32], replace(weight, data=weight.data[:, :32]))
+    from chorus.ops.gemm import small_gemm_triton
+
     numbers, powers = torch.zeros(32, 64, dtype=torch.int8), torch.ones(32, 2)
-    with pytest.raises(ValueError, match="takes no MXFP4"):
-        multiply(x, keep_float4(numbers, powers, dtype=torch.bfloat16, device=torch.device("cpu")))
+    float4 = keep_float4(numbers, powers, dtype=torch.bfloat16, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="takes no MXFP4; swapped_gemm_triton does"):
+        small_gemm_triton.multiply(x, float4)
 
 
 @pytest.mark.slow
@@ -138,7 +160,16 @@ def test_refuses_what_it_does_not_multiply():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_compiles_for_a_gpu_that_is_not_there(arch):
-    command = "-m", "chorus.perf.kernels", "--compile", arch, "--only", "multiply_swapped .*int", "--workers", "1"
+    command = (
+        "-m",
+        "chorus.perf.kernels",
+        "--compile",
+        arch,
+        "--only",
+        "multiply_swapped .*(int|mxfp4)",
+        "--workers",
+        "1",
+    )
     result = run_python(*command)
     assert result.returncode == 0, result.stdout + result.stderr
     for line in json.loads(result.stdout.splitlines()[-1])["compile"]:

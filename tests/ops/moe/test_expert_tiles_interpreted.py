@@ -13,11 +13,12 @@ import torch
 from chorus.ops.elementwise.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from chorus.ops.elementwise.elementwise_schedule import Gating
 from chorus.ops.elementwise.elementwise_triton import gate_and_mul
-from chorus.ops.gemm.narrow_weights import NarrowWeight, keep, keep_float4, stack
 from chorus.ops.moe.expert_tiles import ExpertTiles, Stack
 from chorus.ops.moe.expert_tiles_schedule import Gate, num_tiles
 from chorus.ops.moe.expert_tiles_triton import multiply
 from chorus.ops.moe.routing_triton import tiles_of
+
+from .expert_cases import NARROW, chosen_experts, narrow_stack
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
@@ -32,11 +33,6 @@ def exact():
 
     fix_bf16()
     multiply_row_by_row()
-
-
-def chosen_experts(rows, experts, each, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(rows, experts, generator=generator).topk(each).indices
 
 
 @pytest.mark.parametrize(("rows", "experts", "each"), [shape[:3] for shape in SHAPES] + [(64, 4, 1), (65, 4, 1)])
@@ -135,48 +131,6 @@ def test_pairs_that_are_not_sorted_have_the_bits_of_sorted_ones(rows, gate, dtyp
     tiles = ExpertTiles.unsorted(chosen)
     assert len(tiles.expert) == 2 * rows
     assert torch.equal(multiply(x, stack, tiles, 2, gate), multiply(x, stack, tiles_of(chosen, 4), 2, gate))
-
-
-#: (form, inputs, group): whole rows and groups, with an input that no block divides; every group of MXFP4 has 32.
-NARROW = [
-    ("int8", 72, 72),
-    ("int4", 192, 64),
-    ("int4 zeros", 320, 128),
-    ("int4 zeros", 160, 160),
-    ("fp8", 200, 128),
-    ("fp8", 40, 40),
-    ("mxfp4", 32, 32),
-    ("mxfp4", 288, 32),
-]
-
-
-def narrow_stack(form: str, experts: int, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> NarrowWeight:
-    generator, cpu = torch.Generator().manual_seed(3), torch.device("cpu")
-
-    def whole(low, high, *shape):
-        return torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
-
-    def matrix() -> NarrowWeight:
-        groups = -(-inputs // group)
-        scales = torch.rand(outputs, groups, generator=generator) / 32 + 1 / 64
-        if form == "mxfp4":
-            doubles = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)
-            numbers = doubles[whole(0, 8, outputs, inputs).long()] * (1 - 2 * whole(0, 2, outputs, inputs))
-            exponents = whole(-6, 2, outputs, groups).float()
-            exponents[0, 0], exponents[-1, -1] = -127, 20  # the least one, a subnormal number, and a large one
-            return keep_float4(numbers, torch.exp2(exponents), dtype=dtype, device=cpu)
-        if form == "fp8":
-            values = (torch.randn(outputs, inputs, generator=generator) * 8).to(torch.float8_e4m3fn)
-            return keep(values, scales, None, bits=8, group=group, dtype=dtype, device=cpu)
-        bits = int(form[3])
-        half = 1 << bits - 1
-        zeros = whole(-half, half - 1, outputs, groups) if form.endswith("zeros") else None
-        values = whole(-half, half - 1, outputs, inputs)
-        return keep(values, scales, zeros, bits=bits, group=group, dtype=dtype, device=cpu)
-
-    found = stack([matrix() for _ in range(experts)])
-    assert found is not None and found.shape == (experts, outputs, inputs)
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,8 @@ ONCE = [
     for variant in plain_variants()
     if (variant.kernel == "add_to_heads" and variant.group == "latents.expand merged")
     or (variant.kernel == "attend_rows" and variant.dtype == "fp32" and not variant.group.endswith((".96", ".128")))
+    or variant.group == "rotary.interleaved"
+    or variant.group == "routing.logits.2048"
 ]
 
 

@@ -43,6 +43,7 @@ WIDE_FORMS = {
     "bnb int8": FORMS["bnb int8"],
     "bnb nf4": FORMS["bnb nf4"],
     "nvfp4": FORMS["compressed nvfp4"],
+    "mxfp4": FORMS["compressed mxfp4"],
 }
 
 
