@@ -1,4 +1,7 @@
-"""Transfers of images between host and arena: interfaces of copy engines and of the transfers they start."""
+"""Transfers of images between host and arena: interfaces of copy engines and of the transfers they start.
+
+Tests: tests/memory/transfers/test_swapped_kv.py, tests/memory/transfers/test_page_copies.py
+"""
 
 from __future__ import annotations
 
