@@ -125,7 +125,7 @@ def _aria(rng: random.Random) -> Fields:
 def _latent(rng: random.Random) -> Fields:
     heads = rng.choice((1, 2, 3, 4))
     count = rng.choice((4, 8, 12))
-    groups = rng.choice((1, 2, 4))
+    groups = rng.choice((2, 4))
     return {
         **_common(rng),
         "num_attention_heads": heads,
@@ -139,7 +139,7 @@ def _latent(rng: random.Random) -> Fields:
         "n_routed_experts": count,
         "num_experts_per_tok": rng.randint(1, count // groups // 2 or 1),
         "n_group": groups,
-        "topk_group": rng.randint(1, groups),
+        "topk_group": rng.randint(1, groups - 1),
         "moe_intermediate_size": 24,
         "n_shared_experts": rng.randint(1, 2),
         "routed_scaling_factor": rng.choice((1.0, 2.5)),
