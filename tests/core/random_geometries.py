@@ -116,6 +116,7 @@ def _laguna(rng: random.Random) -> Fields:
 
 def _aria(rng: random.Random) -> Fields:
     found = _grouped(rng)
+    found["hidden_size"] = found["num_attention_heads"] * rng.choice((8, 16, 20))
     own = _experts(rng)
     experts = {"moe_num_experts": own["num_experts"], "moe_topk": own["num_experts_per_tok"]}
     return {**found, **experts, "moe_num_shared_experts": rng.randint(1, 3), "intermediate_size": rng.choice((24, 40))}
@@ -124,7 +125,7 @@ def _aria(rng: random.Random) -> Fields:
 def _latent(rng: random.Random) -> Fields:
     heads = rng.choice((1, 2, 3, 4))
     count = rng.choice((4, 8, 12))
-    groups = rng.choice((1, 2, 4))
+    groups = rng.choice((2, 4))
     return {
         **_common(rng),
         "num_attention_heads": heads,
@@ -138,7 +139,7 @@ def _latent(rng: random.Random) -> Fields:
         "n_routed_experts": count,
         "num_experts_per_tok": rng.randint(1, count // groups // 2 or 1),
         "n_group": groups,
-        "topk_group": rng.randint(1, groups),
+        "topk_group": rng.randint(1, groups - 1),
         "moe_intermediate_size": 24,
         "n_shared_experts": rng.randint(1, 2),
         "routed_scaling_factor": rng.choice((1.0, 2.5)),
@@ -239,7 +240,7 @@ def check(name: str, changes: Fields, root: Path, rng: random.Random) -> Iterato
     for kernels in (*native, "torch"):
         settings = EngineConfig(
             model=root / "model", dtype="float32", memory_bytes=8 << 20, threads=1, device="cpu", cpu_kernels=kernels,
-            block_tokens=16, max_num_batched_tokens=rng.choice((7, 19, 64)), max_model_len=96, max_num_seqs=4,
+            block_tokens=32, max_num_batched_tokens=rng.choice((7, 19, 64)), max_model_len=96, max_num_seqs=4,
         )  # fmt: skip
         engine = Engine(settings, open_executor(settings), reads=InlineReads())
         engine.store.register(adapter, root / adapter)
