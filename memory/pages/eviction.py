@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -36,8 +36,7 @@ class RestoreCosts:
 
     def doubt(self, name: str) -> None:
         """Move a cost a fifth of the way back to its first value: it was too high for anything to measure it."""
-        (first,) = (each.default for each in fields(self) if each.name == name)
-        self.observe(name, first)
+        self.observe(name, getattr(RestoreCosts(), name))
 
 
 class Freed(NamedTuple):

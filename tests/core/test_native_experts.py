@@ -20,11 +20,11 @@ from chorus.core.requests.request_params import RequestParams
 
 from .executors.slow_link import slow_down
 from .executors.test_lora_offload import Link
+from .model.families.test_hybrid_paths import speculating
 from .paths.asked import answers, told
 from .speculation.stand_ins import Drawn, Right
 from .speculation.test_speculation import same
 from .test_families import executor_of, logits_of
-from .test_hybrid_paths import speculating
 from .tiny_families import EXPERTS, RENAMED, make_tiny, save_family
 from .tiny_mixtures import ADAPTERS, make_mixture
 

@@ -276,7 +276,7 @@ class ExpertClock:
     KIND = GemmKind(192, 64, "int4 in groups of 64", experts=8, is_narrow=True)
 
     def __init__(self, took, wrong=()):
-        self._took, self._wrong, self._last, self.timed = took, wrong, None, []
+        self._took, self._wrong, self._last, self.timed = took, wrong, ("", 0), []
         self.dtype, self.arena = torch.bfloat16, SimpleNamespace(pages=torch.empty(0))
 
     def gemms(self, every=False):

@@ -475,6 +475,7 @@ class _Layer:
             case Norms.PARALLEL_APART:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(self.norm(x, weights.mlp_norm))
+        raise AssertionError(self.spec.norms)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         assert weight is not None

@@ -51,10 +51,10 @@ class Slow(ShadowWeights):
     def _origin(self, layer, group):
         return self.origins[group]
 
-    def _touch(self, place):
+    def _touch(self, matrix):
         self.clock.now += PIECE_SECONDS
         self.log.append("piece")
-        return super()._touch(place)
+        return super()._touch(matrix)
 
     def make(self, layer, group, parts, origin, place):
         if place.numel() * 4 > PIECE_BYTES:
