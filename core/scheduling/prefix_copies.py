@@ -65,8 +65,7 @@ class PrefixCopies:
     def pass_over(self, num_tokens: int) -> None:
         """Count prefix tokens that a request computes again though they are in host memory."""
         self.num_recomputed_tokens += num_tokens
-        if num_tokens:
-            self.costs.doubt("host_prefix_page")
+        self.costs.doubt("host_prefix_page")
 
     def plan(self, blocks: list[Block]) -> Fetch | None:
         """Hold the images that a request needs of its blocks until `end`; None if it needs none."""

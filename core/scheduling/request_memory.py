@@ -157,7 +157,8 @@ class RequestMemory:
             self._start(request, self.match(request), count)
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> None:
-        self.copies.pass_over(request.num_passed_tokens)
+        if request.num_passed_tokens:
+            self.copies.pass_over(request.num_passed_tokens)
         fetch = self.copies.plan(blocks) if blocks else None
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         image = request.kv_image

@@ -531,14 +531,14 @@ def test_a_shadow_elsewhere_has_graphs_of_its_own(drive, tiny):
     driver = drive(adapters=["r1-qv"], max_num_seqs=1, graph_capture="ahead")
     merge(driver, "r1-qv")
     graphs = driver.executor.inner.steps.merged_graphs
-    first = graphs.places[0]
+    first = graphs.addresses[0]
     driver.engine.unmerge()
     driver.engine.reclaimer.reclaim_all()
     driver.engine.pool.take([run for *_, run in first], PageKind.ADAPTER)  # without the engine's knowledge
     driver.engine.check_integrity = lambda: None
     merge(driver, "r1-qv")
-    assert graphs.places[1] == first
-    assert graphs.places[0] != first
+    assert graphs.addresses[1] == first
+    assert graphs.addresses[0] != first
     check(driver, ask(driver, tiny, ("r1-qv", 2, 3)))
 
 
