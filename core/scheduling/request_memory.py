@@ -151,14 +151,14 @@ class RequestMemory:
         An adapter may still be being read: its layers arrive during the prefill. If blocks can't be copied from host
         memory, they are computed again. Raises the errors of loading the adapter; then nothing is held.
         """
+        if request.num_passed_tokens:
+            self.copies.pass_over(request.num_passed_tokens)
         try:
             self._start(request, blocks, count)
         except CopyFailed:
             self._start(request, self.match(request), count)
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> None:
-        if request.num_passed_tokens:
-            self.copies.pass_over(request.num_passed_tokens)
         fetch = self.copies.plan(blocks) if blocks else None
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         image = request.kv_image
