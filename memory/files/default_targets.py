@@ -27,9 +27,10 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...] | str] = {
         _QUERIES_AND_VALUES,
     ),
     "gemma4": r".*language_model\..*\.(q_proj|v_proj)",
-    **dict.fromkeys(("falcon", "gpt_neox"), ("query_key_value",)),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox"), ("query_key_value",)),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
     "codegen": ("qkv_proj",),
+    "mpt": ("Wqkv",),
     "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
 }

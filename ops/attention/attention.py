@@ -330,7 +330,8 @@ class PagedAttention(Attention):
             if self._gqa and not self._on_host and q.dtype == torch.float32:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            attended = _attend(rows, k, v, prefill.mask(scores), scores, terms, prefill.own)
+            own = prefill.own if scores.has_slopes else None
+            attended = _attend(rows, k, v, prefill.mask(scores), scores, terms, own)
             if broken is not None:
                 if prefill.has_blocks(scores):
                     seen = (broken.transpose(2, 3) & prefill.seen_with_blocks(scores)).any(-1, keepdim=True)
@@ -345,7 +346,7 @@ class PagedAttention(Attention):
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
-            own = on_device(self._decode_lens - 1, self._device)
+            own = on_device(self._decode_lens - 1, self._device) if scores.has_slopes else None
             attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, terms, own)
             out[self._first_decode_token :] = attended[:, :, 0]
         if scales.v != 1:
@@ -571,10 +572,10 @@ def _attend(
     mask: torch.Tensor | None,
     scores: Scores,
     terms: HeadTerms,
-    own: torch.Tensor,
+    own: torch.Tensor | None,
 ) -> torch.Tensor:
     """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal. own:
-    each token's place among the keys, `[rows, tokens]`.
+    each token's place among the keys, `[rows, tokens]`, where heads have slopes.
     """
     group, (sinks, slopes) = q.shape[1] // k.shape[1], terms
     if scores.softcap is None and sinks is None and slopes is None:
@@ -586,12 +587,14 @@ def _attend(
         k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
     most = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     if q.shape[2] > most:
-        parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), own.split(most, dim=1), strict=True)
-        return torch.cat([_attend(rows, k, v, seen, scores, terms, at) for rows, seen, at in parts], dim=2)
+        parts = q.split(most, dim=2), mask.split(most, dim=-2)
+        places = [None] * len(parts[0]) if own is None else own.split(most, dim=1)
+        each = zip(*parts, places, strict=True)
+        return torch.cat([_attend(rows, k, v, seen, scores, terms, at) for rows, seen, at in each], dim=2)
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)
-    if slopes is not None:
+    if slopes is not None and own is not None:
         ages = own[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
         weights = weights.float() - slopes.float()[:, None, None] * ages
     weights = weights.masked_fill(~mask, -torch.inf)

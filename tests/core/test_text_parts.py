@@ -289,15 +289,6 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"moe_num_experts": 8, "moe_topk": 3, "intermediate_size": 40, "pad_token_id": 0},
         {**CLIP, "model_type": "idefics3_vision"},
     ),
-    "DeepseekOcr2ForConditionalGeneration": (
-        "DeepseekOcr2Config",
-        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-         "mlp_layer_types": ["dense", "sparse", "sparse"]},
-        {"sam_config": {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                        "image_size": 64, "mlp_dim": 32, "global_attn_indexes": [0], "window_size": 2,
-                        "downsample_channels": [16, 32]},
-         "encoder_config": {**TOWER, "vocab_size": 20, "num_key_value_heads": 1}},
-    ),
     "Molmo2ForConditionalGeneration": (
         "Molmo2Config",
         {"additional_vocab_size": 20, "qk_norm_type": "olmo", "attention_bias": True, "rope_scaling_layers": [1],

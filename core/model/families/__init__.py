@@ -229,7 +229,6 @@ ALL: tuple[Family, ...] = (
     seeing_texts.HUNYUAN_VL,
     seeing_texts.EMU_3,
     seeing_texts.ARIA,
-    seeing_texts.DEEPSEEK_OCR_2,
     seeing_texts.MOLMO_2,
     seeing_texts.APERTUS_1_5,
     seeing_texts.COHERE_COMPASS,
@@ -250,7 +249,7 @@ ALL: tuple[Family, ...] = (
 
 UNSERVED = {
     "Ernie4_5_VLMoeForConditionalGeneration": "tokens of images go to experts of their own",
-    "MllamaForConditionalGeneration": "its layers attend to images across, not as tokens of the prompt",
+    "DeepseekOcr2ForConditionalGeneration": "adapters on its embeddings gave other tokens than PEFT's",
 }
 """Architectures that people ask for, and what they need that is not computed here."""
 

@@ -128,6 +128,8 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
 def _read_compass(fields: ConfigJson) -> ModelConfig:
     """Layers of each type have a rope of their own, which turns halves; null: they have none."""
     heads, bias = reading.heads(fields.without("head_dim")), fields.boolean("attention_bias")
+    if not fields.is_missing("head_dim") and fields.integer("head_dim") != heads.head_dim:
+        raise fields.refuse("head_dim", f"only hidden_size / num_attention_heads is supported: {heads.head_dim}")
     count = fields.integer("num_hidden_layers")
     types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [reading.FULL] * count
     ropes = {kind: _rope_of_type(fields, kind, heads.head_dim) for kind in dict.fromkeys(types)}

@@ -15,7 +15,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.norms import Norms
-from . import glm_moe, latent, reading, rotary
+from . import glm_moe, latent, reading
 
 
 def _read_v2(fields: ConfigJson) -> ModelConfig:
@@ -55,16 +55,6 @@ def _read_ax(fields: ConfigJson) -> ModelConfig:
 def _typed(fields: ConfigJson) -> list[bool]:
     """Which layers have experts, by `mlp_layer_types`; empty where it is missing."""
     return reading.mlp_layer_types(fields, 0) if fields.texts("mlp_layer_types") else []
-
-
-def _read_ocr(fields: ConfigJson) -> ModelConfig:
-    if fields.boolean("mlp_bias"):
-        raise fields.refuse("mlp_bias", "biases of the shared experts are not supported; only false is")
-    routing = _greedy(fields)
-    if not (has_experts := _typed(fields)):
-        raise fields.refuse("mlp_layer_types", "transformers has no default of it here; dense or sparse for each layer")
-    fields = fields.with_values({"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}).without("head_dim")
-    return glm_moe.model(fields, rotary.attention(fields), routing=routing, has_experts=has_experts)
 
 
 def _greedy(fields: ConfigJson) -> Routing:
@@ -159,19 +149,4 @@ AX_K1 = Family(
     _NAMES_AX,
     notes=reading.LATENTS_NOTE,
     nulls=("norm_topk_prob", "rope_interleave"),
-)
-OCR_2_TEXT = Family(
-    "DeepSeek-OCR 2 (text)",
-    (),
-    _read_ocr,
-    {
-        "max_position_embeddings": 2048,
-        "moe_intermediate_size": 1407,
-        "n_shared_experts": 2,
-        "n_routed_experts": 64,
-        "routed_scaling_factor": 1.0,
-    },
-    glm_moe.TENSORS,
-    nulls=("n_group", "num_experts_per_tok", "num_key_value_heads", "topk_group", "topk_method"),
-    shape=text_shape(102400, 4096, 11008, 32, 32),
 )

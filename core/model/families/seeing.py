@@ -125,10 +125,11 @@ def reader(
     texts: Mapping[str, Family] = MappingProxyType(TEXTS),
     around: Around = PLAIN,
     scaled: bool = False,
+    own_head: bool = False,
 ) -> Callable[[ConfigJson], ModelConfig]:
     """default: the type of a text part that names none. left_out: fields of it that say how images are seen. texts: by
     their types. around: further names. scaled: logits are scaled and capped as the text part says; in transformers,
-    most of these models do neither, even if their text part does so alone.
+    most of these models do neither, even if their text part does so alone. own_head: embeddings can't be tied to it.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
@@ -136,6 +137,8 @@ def reader(
         if not isinstance(name, str) or (family := texts.get(name)) is None:
             raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(texts)}")
         fields = fields.with_defaults({**family.defaults, **family.shape})
+        if own_head and fields.boolean("tie_word_embeddings"):
+            raise fields.refuse("tie_word_embeddings", "not supported with this architecture; only false is")
         for each in left_out:
             fields = fields.without(each)
         model = family.read(fields.with_nulls(NULLS | {*family.nulls}))

@@ -23,7 +23,6 @@ from . import (
     aria,
     cohere,
     cosmos,
-    deepseek,
     granite,
     hunyuan,
     hyperclova,
@@ -142,7 +141,6 @@ _TEXTS: Mapping[str, Family] = MappingProxyType(
         "cosmos3_edge_text": cosmos.EDGE_TEXT,
         "hunyuan_vl_text": hunyuan.HUNYUAN_VL_TEXT,
         "aria_text": aria.ARIA_TEXT,
-        "deepseek_ocr2_text": deepseek.OCR_2_TEXT,
         "molmo2_text": _MOLMO_2_TEXT,
         "apertus1p5_text": apertus.APERTUS_1_5_TEXT,
         "cohere_compass_text": cohere.COMPASS_TEXT,
@@ -196,7 +194,7 @@ COSMOS_3 = _family(
     ),
 )
 COSMOS_3_EDGE = _family(
-    "Cosmos 3 Edge", "Cosmos3EdgeForConditionalGeneration", "cosmos3_edge_text", Around(prefixes=("",))
+    "Cosmos 3 Edge", "Cosmos3EdgeForConditionalGeneration", "cosmos3_edge_text", Around(prefixes=("",)), own_head=True
 )
 MINICPM_V_4_7 = _family("MiniCPM-V 4.7", "MiniCPMV4_7ForConditionalGeneration", "qwen3_5_text")
 MINICPM_OCR = _family("MiniCPM-OCR", "MiniCPMOcrForConditionalGeneration", "qwen3_5_text")
@@ -222,20 +220,12 @@ EMU_3 = _family(
     Around(prefixes=("text_model.model.", "text_model."), heads=("text_model.lm_head.weight",)),
 )
 ARIA = _family("Aria", "AriaForConditionalGeneration", "aria_text")
-DEEPSEEK_OCR_2 = _family(
-    "DeepSeek-OCR 2",
-    "DeepseekOcr2ForConditionalGeneration",
-    "deepseek_ocr2_text",
-    Around(
-        prefixes=("model.",),
-        left_out=("model.sam_model.", "model.qwen2_model.", "model.view_seperator", "model.view_separator"),
-    ),
-)
 MOLMO_2 = _family(
     "Molmo 2",
     "Molmo2ForConditionalGeneration",
     "molmo2_text",
     Around(left_out=("model.vision_backbone.",)),
+    own_head=True,
 )
 APERTUS_1_5 = _family(
     "Apertus 1.5",

@@ -1,4 +1,7 @@
-"""Fields of `config.json` that make another family of a geometry of Llama's shape, for `--family`."""
+"""Fields of `config.json` that make another family of a geometry of Llama's shape, for `--family`.
+
+Tests: tests/perf/bench/models/test_sizes.py
+"""
 
 from __future__ import annotations
 

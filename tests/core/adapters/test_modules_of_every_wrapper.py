@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 
 from ...conftest import quiet
@@ -18,6 +19,25 @@ from .model_module_forms import Alone
 from .test_modules_of_every_family import TOKENS, forms, scores_of, train_whole_modules
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+
+#: The embeddings have further rows or are normalised, or transformers does not tie them.
+NEVER_TIED = {
+    "Apertus1p5ForConditionalGeneration",
+    "Cosmos3EdgeForConditionalGeneration",
+    "MllamaForConditionalGeneration",
+    "Molmo2ForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
+}
+
+#: Their configurations have no text part, or another head in memory than in files.
+NOT_MADE = {"NemotronH_Omni_Reasoning_V3", "Phi4MultimodalForCausalLM"}
+
+#: Ends of refusals of embeddings that an adapter has copied or trained.
+REFUSED = (
+    "or can't be read, to compare them; save with save_pretrained(DIR, save_embedding_layers=False)",
+    "the base model normalises its embeddings, and other rows of them are not supported; train LoRA on them",
+)
 
 
 @pytest.fixture
@@ -69,21 +89,28 @@ def _save_form(base: Any, path: Path, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own-head", "tied"])
-@pytest.mark.parametrize("architecture", [*MODELS, *RENAMED])
+@pytest.mark.parametrize("architecture", [each for each in (*MODELS, *RENAMED) if each not in NOT_MADE])
 def test_embeddings_and_heads(drive, architecture, tied):
     from peft import PeftModel
 
+    if tied and architecture in NEVER_TIED:
+        pytest.skip("its head and embeddings are never one")
     root = kept_files(f"modules {architecture} {tied}", lambda root: _save(architecture, root, tied))
     adapters = {path.name: path for path in sorted(root.iterdir()) if path.name != "model"}
     assert adapters
-    rng = random.Random(architecture)
-    prompt = [rng.randrange(3, 150) for _ in range(12)] + TOKENS + [rng.randrange(3, 150) for _ in range(4)]
+    rng, config = random.Random(architecture), read_model_config(root / "model")
+    most = min(150, config.vocab_size)
+    prompt = [rng.randrange(3, most) for _ in range(12)] + TOKENS + [rng.randrange(3, most) for _ in range(4)]
     driver = drive(Alone(root / "model", {}), max_num_seqs=4, max_num_batched_tokens=64)
     base, wrong = scores_of(text_of(_make(architecture, tied)), prompt), {}
     for name, path in adapters.items():
         try:
             driver.engine.store.register(name, path)
         except AdapterFormatError as error:
+            if config.further_embeddings and "of a vocabulary with added tokens" in str(error):
+                continue  # PEFT saves the further rows, too
+            if str(error).endswith(REFUSED) and name not in ("layers", "head"):
+                continue
             wrong[name] = str(error)
             continue
         with quiet():
