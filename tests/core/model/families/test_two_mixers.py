@@ -89,7 +89,7 @@ def test_chunks_of_any_size(tiny, family, chunk, piecewise):
     assert Runner(it.model, piecewise).greedy(prompt, chunk, len(want)) == want
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.native)])
 def test_adapters_on_every_linear_module(it, drive, ranks):
     """On each alone and on all, with DoRA, and with biases: factors come after what adapters add."""
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, tensor_parallel_size=ranks)
