@@ -1,6 +1,6 @@
 """The states of a step's sequences in pages of the arena; see `memory.pages.states`.
 
-Tests: tests/core/model/families/test_hybrids.py
+Tests: tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gates of which most become 0: those below a cutoff that follows from their mean and deviation.
 
-Tests: tests/ops/elementwise/test_sparse_gates.py, tests/core/model/families/test_streams.py
+Tests: tests/ops/elementwise/test_sparse_gates.py, tests/core/layers/test_streams.py
 """
 
 from __future__ import annotations

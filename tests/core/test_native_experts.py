@@ -20,7 +20,7 @@ from chorus.core.requests.request_params import RequestParams
 
 from .executors.slow_link import slow_down
 from .executors.test_lora_offload import Link
-from .model.families.test_hybrid_paths import speculating
+from .layers.test_hybrid_paths import speculating
 from .paths.asked import answers, told
 from .speculation.stand_ins import Drawn, Right
 from .speculation.test_speculation import same

@@ -1,6 +1,6 @@
 """Bamba: layers of Mamba 2, with a few layers of attention, whose heads rotate by half.
 
-Tests: tests/core/model/families/test_hybrids.py
+Tests: tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations

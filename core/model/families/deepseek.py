@@ -3,7 +3,7 @@
 Kimi K2 and Moonlight are V3's models. Of V3 experts are chosen by sigmoids with a learned correction, as in GLM-4.5.
 A.X K1 is V3 with a norm behind the experts. DeepSeek-OCR 2 has V2's experts behind attention as of Llama.
 
-Tests: tests/core/test_experts.py, tests/core/model/families/test_latents.py
+Tests: tests/core/test_experts.py, tests/core/layers/test_latents.py
 """
 
 from __future__ import annotations

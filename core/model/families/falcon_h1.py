@@ -1,6 +1,6 @@
 """Falcon-H1: every layer has attention and Mamba 2 side by side, with factors of both and of its gated part.
 
-Tests: tests/core/model/families/test_two_mixers.py
+Tests: tests/core/layers/test_two_mixers.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gemma 3n, also as the text part of its models of images and sound: a residual of several streams.
 
-Tests: tests/core/model/families/test_streams.py, tests/core/model/specs/test_model_config.py
+Tests: tests/core/layers/test_streams.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gemma 4, also as the text part of its models of images and sound: full attention has another shape than windows.
 
-Tests: tests/core/model/families/test_attention_shapes.py, tests/core/model/specs/test_model_config.py
+Tests: tests/core/layers/test_attention_shapes.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations

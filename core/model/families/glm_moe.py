@@ -2,7 +2,7 @@
 
 GLM-4.7-Flash has latent attention besides.
 
-Tests: tests/core/test_experts.py, tests/core/model/families/test_latents.py
+Tests: tests/core/test_experts.py, tests/core/layers/test_latents.py
 """
 
 from __future__ import annotations

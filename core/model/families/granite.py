@@ -3,7 +3,7 @@
 Granite-MoE has a mixture of experts. Granite 4 may have layers of Mamba 2, and a mixture of experts beside one that all
 tokens go to. Granite SWA has windows, sinks, and a rope of its own in each layer.
 
-Tests: tests/core/test_families.py, tests/core/model/families/test_hybrids.py
+Tests: tests/core/test_families.py, tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations

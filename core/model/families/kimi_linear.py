@@ -1,7 +1,7 @@
 """Kimi Linear: layers of Kimi Delta Attention, which is Gated DeltaNet with a decay of each channel of keys, and layers
 of latent attention without rope; DeepSeek-V3's experts after the first layers.
 
-Tests: tests/core/model/families/test_kimi_linear.py
+Tests: tests/core/layers/test_kimi_linear.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 LFM2-MoE has a mixture of experts in all layers but the first ones.
 
-Tests: tests/core/model/families/test_hybrids.py, tests/core/test_experts.py
+Tests: tests/core/layers/test_hybrids.py, tests/core/test_experts.py
 """
 
 from __future__ import annotations

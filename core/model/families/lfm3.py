@@ -1,7 +1,7 @@
 """LFM3: layers of gated short convolutions, of attention within a window and of full attention, with a gate of each
 head's output and with norms around all parts.
 
-Tests: tests/core/model/families/test_hybrids.py, tests/core/test_text_parts.py
+Tests: tests/core/layers/test_hybrids.py, tests/core/test_text_parts.py
 """
 
 from __future__ import annotations

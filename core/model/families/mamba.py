@@ -1,6 +1,6 @@
 """Mamba 2 as Granite 4 and Bamba have it in `config.json`.
 
-Tests: tests/core/model/families/test_hybrids.py
+Tests: tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one part, with one norm before it: Mamba 2, attention
 without a rope, a feed-forward part without a gate, or a mixture of such experts.
 
-Tests: tests/core/model/families/test_hybrids.py, tests/core/test_experts.py
+Tests: tests/core/layers/test_hybrids.py, tests/core/test_experts.py
 """
 
 from __future__ import annotations

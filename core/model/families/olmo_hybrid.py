@@ -1,7 +1,7 @@
 """OLMo Hybrid: layers of Gated DeltaNet, with norms before their parts, and every fourth layer attention as OLMo 3 has
 it, with norms after its parts.
 
-Tests: tests/core/model/families/test_hybrids.py
+Tests: tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ gate.
 Qwen3.5-MoE has a mixture of experts in every layer, and an expert that every token goes to. So has Qwen3-Next, whose
 projections of Gated DeltaNet are two, with rows by head of keys.
 
-Tests: tests/core/model/families/test_hybrids.py, tests/core/test_families.py
+Tests: tests/core/layers/test_hybrids.py, tests/core/test_families.py
 """
 
 from __future__ import annotations

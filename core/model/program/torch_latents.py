@@ -1,6 +1,6 @@
 """Latent attention's ops in the torch interpreter.
 
-Tests: tests/core/model/families/test_latents.py
+Tests: tests/core/layers/test_latents.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Programs of all layers and of the ends, bound to a model: run at once, or in pieces between which mixers stand.
 
-Tests: tests/core/test_families.py, tests/core/model/families/test_hybrids.py
+Tests: tests/core/test_families.py, tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ops of several residual streams in the torch interpreter (AltUp).
 
-Tests: tests/core/model/families/test_streams.py
+Tests: tests/core/layers/test_streams.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A spec gives its projections, its tensors besides, and its state's shape; `ops` has its formula, in the weights that
 `weights` makes. Nothing else depends on which mixer a layer has.
 
-Tests: tests/core/model/specs/test_recurrent_specs.py, tests/core/model/families/test_hybrids.py
+Tests: tests/core/model/specs/test_recurrent_specs.py, tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 
-from ....greedy import MIN_MARGIN
-from ...tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, QWEN3_5, randomise, save_family
+from ...greedy import MIN_MARGIN
+from ..tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, QWEN3_5, randomise, save_family
 from .plain_states import PlainStates
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]

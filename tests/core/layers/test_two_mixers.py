@@ -23,13 +23,13 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.ops.mixers.mamba2 import MambaWeights
 from chorus.ops.mixers.recurrent import RecurrentState
 
-from ....conftest import quiet
-from ....kept import KeptAnswers, kept_files
-from ...adapters.model_module_forms import Alone
-from ...merging.test_merged import merge
-from ...paths.asked import answers, told
-from ...test_families import executor_of
-from ...tiny_families import ATTENTION, MLP, TWO_MIXERS, load_peft, save_family, train_vectors
+from ...conftest import quiet
+from ...kept import KeptAnswers, kept_files
+from ..adapters.model_module_forms import Alone
+from ..merging.test_merged import merge
+from ..paths.asked import answers, told
+from ..test_families import executor_of
+from ..tiny_families import ATTENTION, MLP, TWO_MIXERS, load_peft, save_family, train_vectors
 from .test_hybrids import Runner
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]

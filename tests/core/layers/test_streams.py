@@ -22,9 +22,9 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.server.cli.command import main
 
-from ...paths.asked import told
-from ...test_families import executor_of, logits_of
-from ...tiny_families import SHAPES, make_all_linear, randomise, save_family
+from ..paths.asked import told
+from ..test_families import executor_of, logits_of
+from ..tiny_families import SHAPES, make_all_linear, randomise, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 

@@ -12,12 +12,12 @@ import pytest
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.memory.files.error import AdapterFormatError
 
-from ...executors.slow_link import slow_down
-from ...executors.test_lora_offload import Link
-from ...paths.asked import answers, told
-from ...speculation.stand_ins import Drawn, Right
-from ...speculation.test_speculation import same
-from ...tiny_families import ADAPTERS
+from ..executors.slow_link import slow_down
+from ..executors.test_lora_offload import Link
+from ..paths.asked import answers, told
+from ..speculation.stand_ins import Drawn, Right
+from ..speculation.test_speculation import same
+from ..tiny_families import ADAPTERS
 from .test_hybrid_paths import speculating
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]

@@ -15,10 +15,10 @@ from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.library import native_library
 
-from ...paths.asked import answers, told
-from ...speculation.stand_ins import Drawn, Free, Right, Wrong
-from ...speculation.test_speculation import WAYS, ask, same
-from ...tiny_families import ADAPTERS, HYBRIDS
+from ..paths.asked import answers, told
+from ..speculation.stand_ins import Drawn, Free, Right, Wrong
+from ..speculation.test_speculation import WAYS, ask, same
+from ..tiny_families import ADAPTERS, HYBRIDS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 

@@ -14,8 +14,8 @@ from chorus.core.model.specs.recurrent import GatedDeltaSpec
 from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.format import inspect_adapter
 
-from ...paths.asked import answers, told
-from ...tiny_families import make_all_linear
+from ..paths.asked import answers, told
+from ..tiny_families import make_all_linear
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 

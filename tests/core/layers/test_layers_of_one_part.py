@@ -14,12 +14,12 @@ from chorus.core.model.specs.config import UnsupportedModel
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.module_paths import ExpertForm
 
-from ....conftest import quiet
-from ....kept import KeptAnswers, kept_files
-from ...adapters.model_module_forms import Alone
-from ...paths.asked import answers, told
-from ...test_families import executor_of
-from ...tiny_families import ATTENTION, load_peft, save_family
+from ...conftest import quiet
+from ...kept import KeptAnswers, kept_files
+from ..adapters.model_module_forms import Alone
+from ..paths.asked import answers, told
+from ..test_families import executor_of
+from ..tiny_families import ATTENTION, load_peft, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 

@@ -16,9 +16,9 @@ from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
-from ...adapters.test_added_tokens import save_added
-from ...test_families import executor_of, logits_of
-from ...tiny_families import SHAPES, make_all_linear, save_family
+from ..adapters.test_added_tokens import save_added
+from ..test_families import executor_of, logits_of
+from ..tiny_families import SHAPES, make_all_linear, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
