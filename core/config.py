@@ -457,7 +457,7 @@ class EngineConfig(BaseModel):
 
     @property
     def _host_prefix_obstacle(self) -> str | None:
-        """The setting by which no prefix can be kept in host memory."""
+        """The setting that rules out cached prefixes in host memory; None if none does."""
         if not self.prefix_cache:
             return "prefix_cache is off"
         if self.host_cache_bytes == 0:

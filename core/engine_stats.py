@@ -162,9 +162,11 @@ class EngineStats:
     )
     host_cached_bytes: int = _now("prefix_host_bytes", "Host memory used by cached prefixes")
     num_ahead_pages: int = _counted(
-        "prefix_ahead_pages", "Pages of cached prefixes of which a copy to host memory was begun before they left a GPU"
+        "prefix_ahead_pages", "Pages of cached prefixes that a GPU began to copy to host memory before evicting them"
     )
-    num_void_ahead_pages: int = _counted("prefix_ahead_void_pages", "Those that left before their copy had ended")
+    num_void_ahead_pages: int = _counted(
+        "prefix_ahead_void_pages", "Such pages that were evicted before their copy had ended"
+    )
     num_disk_hit_tokens: int = _counted("prefix_disk_hit_tokens", "Prefix tokens read from files")
     disk_read_seconds: float = _counted("prefix_disk_read_seconds", "Time of reads of prefixes from files")
     disk_bytes: int = _now("prefix_disk_bytes", "Bytes in kv_cache_dir, of all servers that use it", largest=True)

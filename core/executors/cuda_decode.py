@@ -290,7 +290,7 @@ class DecodeSteps:
 
 
 def _shifts(rows: Sequence[ScheduledSequence]) -> list[int]:
-    """What each entry's position differs by from its token's place in its sequence."""
+    """What is added to each entry's index in its sequence to get its position."""
     return [row.position_shift for row in rows]
 
 

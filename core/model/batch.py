@@ -227,7 +227,7 @@ def _by_axes(rows: Sequence[ScheduledSequence], begins: Sequence[int], positions
 
 
 def position_shifts(rows: Sequence[ScheduledSequence]) -> list[int]:
-    """What the position of each token differs by from its place in its sequence, in a step without rows of images."""
+    """What is added to each token's index in its sequence to get its position; for steps without rows of images."""
     return [shift for row in rows for shift in [row.position_shift] * len(row.tokens)]
 
 

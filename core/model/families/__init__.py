@@ -251,7 +251,7 @@ UNSERVED = {
     "Ernie4_5_VLMoeForConditionalGeneration": "tokens of images go to experts of their own",
     "DeepseekOcr2ForConditionalGeneration": "adapters on its embeddings gave other tokens than PEFT's",
 }
-"""Architectures that people ask for, and what they need that is not computed here."""
+"""Architectures that are refused, each with the reason that the error names."""
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
 """A checkpoint's architecture → its family."""

@@ -46,8 +46,8 @@ _TRAINED = 2048
 
 
 def _slopes(heads: int) -> list[float]:
-    """Powers of 2^(-8 / heads); where heads are no power of two, of the next lower one, and then every other slope of
-    the next higher one.
+    """BLOOM's slopes: the powers of 2^(-8 / heads). Where heads are no power of two, the slopes of the next lower power
+    of two, then every second one of the next higher.
     """
     lower = 2 ** math.floor(math.log2(heads))
     found = [2 ** (-8 * number / lower) for number in range(1, lower + 1)]
@@ -82,7 +82,9 @@ _FIXED = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False
 
 
 def _slopes_of_mpt(heads: int) -> list[float]:
-    """Powers of 2^(-8 / heads); where heads are no power of two, those of the next higher one, every other first."""
+    """MPT's slopes: the powers of 2^(-8 / heads). Where heads are no power of two, the slopes of the next higher power
+    of two, every second one first.
+    """
     higher = 2 ** math.ceil(math.log2(heads))
     found = [2 ** (-8 * number / higher) for number in range(1, higher + 1)]
     return found if higher == heads else (found[1::2] + found[::2])[:heads]

@@ -38,7 +38,7 @@ def fused_layers(layers: Sequence[Sequence[Op]]) -> tuple[list[list[Op]], Add | 
     for ops in layers:
         own = [*([] if pending is None else [pending]), *ops]
         pending = None
-        if ops and isinstance(own[-1], Add):  # an empty layer does what the one before it left
+        if ops and isinstance(own[-1], Add):  # an empty layer only adds what the one before it left pending
             pending = own.pop()
         found.append(fused(own))
     return found, pending

@@ -50,7 +50,7 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
 
     norm: NormSpec
-    """Of every norm of the model, but for `last_norm`."""
+    """Kind and eps of the model's norms; `last_norm` may differ."""
 
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -67,7 +67,7 @@ class ModelConfig:
     """
 
     last_norm: NormSpec | None = None
-    """Of the norm behind all layers, where it differs; its kind is the others' (Muse Glimmer)."""
+    """The norm after all layers, where its eps is another one (Muse Glimmer); None: as `norm`."""
 
     embedding_rows_eps: float | None = None
     """The eps of a norm of each token's embedding, without weights, to whose output adapters add: rows are normalised
