@@ -684,7 +684,7 @@ WRONG = [
         "attention_types is",
     ),
     ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM is not supported; supported: LlamaForCausalLM, Mistral"),
-    ({"architectures": ["MllamaForConditionalGeneration"]}, "is not supported: its layers attend to images across"),
+    ({"architectures": ["DeepseekOcr2ForConditionalGeneration"]}, "is not supported: adapters on its embeddings gave"),
     ({"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"]}, "is not supported: tokens of images go to experts"),
     ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
