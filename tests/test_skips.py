@@ -71,6 +71,7 @@ JOBS = {
     "needs towncrier": DEV,
     "triton is not installed; pip install chorus-lora[kernels]": DEV,
     "interpreted kernels are launched by Triton": OTHER_CASE,
+    "its head and embeddings are never one": OTHER_CASE,
     "has nothing to compare with: needs AVX2": INTEGRATIONS,
     "needs g++": NATIVE,
     "needs g++ on a system that the native library is for": NATIVE,
