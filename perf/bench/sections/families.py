@@ -41,6 +41,7 @@ def run(context: Context) -> dict[str, Any]:
     threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
     limits = {"max_seqs": 8, "max_batched": 4 * prompt, "max_len": prompt + steps + 24, "threads": threads}
     limits |= {"memory_bytes": context.pick(4 << 20, _MEMORY, _MEMORY)}
+    limits |= {"block_tokens": 64}  # a part of a recurrent state must fit into a page
     found: dict[str, Any] = {"prompt_tokens": prompt, "rows": []}
     for family in others:
         with context.row(found, family), ExitStack() as stack:
