@@ -107,6 +107,7 @@ class Module(_Strict):
     experts: int = Field(default=0, ge=0)
     form: str = ""
     id_of: str = ""
+    """Of files of earlier versions; each module has an id of its own."""
     layers: list[int] = Field(min_length=1)
 
 
@@ -159,7 +160,6 @@ class Geometry(_Strict):
                 section_units=list(each.section_units),
                 experts=each.experts,
                 form=each.form,
-                id_of=each.id_of,
                 layers=list(projections.layers_of(each.name)),
             )
             for each in map(projections.__getitem__, projections.names_with_mixtures)
@@ -176,9 +176,7 @@ class Geometry(_Strict):
         for each in self.modules:
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
-                units = tuple(each.section_units)
-                forms = units, each.form, each.id_of
-                own = Projection(each.path, Group(each.group), *sizes, None, *forms)
+                own = Projection(each.path, Group(each.group), *sizes, None, tuple(each.section_units), each.form)
                 layers[layer].append(own)
         return Projections(tuple(map(tuple, layers)))
 

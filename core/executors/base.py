@@ -229,7 +229,6 @@ class ModelExecutor(ExecutorBase):
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
-        from ...ops.lora.sgmv import MAX_MODULES
         from ..model.weights.base_weights import CheckpointWeights  # needs torch
         from ..model.weights.score_head import read_score_head
 
@@ -245,13 +244,6 @@ class ModelExecutor(ExecutorBase):
                 f"served: {blind}"
             )
         self.config = model = shard.config(self.whole)
-        # a mixture's have tables of their own
-        names = list(dict.fromkeys(each.place for each in model.projections if not each.is_of_mixture))
-        if len(names) > MAX_MODULES:
-            raise UnsupportedModel(
-                f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
-                f"them, so the model can't be served: {', '.join(names)}"
-            )
         stored = self.whole.weight_format
         self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, stored)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)

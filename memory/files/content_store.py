@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -232,21 +233,48 @@ class StagedUpload:
         with self._busy:
             self._write(name, data)
 
+    def copy(self, name: str, source: FileIO, offset: int, count: int) -> None:
+        """Append bytes of another file, which the system copies by itself. name: of a file that is `known_later`.
+
+        Raises as `write`, ValueError if that file was closed before, and OSError if it ends earlier.
+        """
+        fd = os.dup(source.fileno())  # whoever gave it may close it meanwhile, and the number may become another file's
+        try:
+            with self._busy:
+                self._copy(name, fd, offset, count)
+        finally:
+            os.close(fd)
+
+    def _copy(self, name: str, fd: int, offset: int, count: int) -> None:
+        file, digest = self._file(name, count)
+        if digest is not None:
+            raise ValueError(f"{name} is hashed as it is written")
+        file.flush()
+        end = offset + count
+        while offset < end:
+            if not (sent := os.sendfile(file.fileno(), fd, offset, end - offset)):
+                raise OSError(f"the file given ends after {offset} bytes")
+            offset += sent
+
     def _write(self, name: str, data: bytes | memoryview) -> None:
-        self._require_open()
-        if self.num_bytes + len(data) > self._store.max_bytes:
-            raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes allowed")
-        if (more := self.num_bytes + len(data) - self._reserved) > 0:
-            self._store.reserve(more)
-            self._reserved += more
-        self.num_bytes += len(data)
-        if name not in self._files:
-            digest = None if name in self._known_later else hashlib.sha256()
-            self._files[name] = (self._path / name).open("xb"), digest
-        file, digest = self._files[name]
+        file, digest = self._file(name, len(data))
         file.write(data)
         if digest is not None:
             digest.update(data)
+
+    def _file(self, name: str, more: int) -> tuple[BinaryIO, hashlib._Hash | None]:
+        """A file that so many bytes are appended to, which are counted."""
+        self._require_open()
+        if self.num_bytes + more > self._store.max_bytes:
+            raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes allowed")
+        if (lacking := self.num_bytes + more - self._reserved) > 0:
+            self._store.reserve(lacking)
+            self._reserved += lacking
+        self.num_bytes += more
+        if name not in self._files:
+            digest = None if name in self._known_later else hashlib.sha256()
+            self._files[name] = (self._path / name).open("xb"), digest
+        return self._files[name]
 
     def directory(self) -> Path:
         """Where all that was written can be read until `seal`."""

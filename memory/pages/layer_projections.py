@@ -46,7 +46,7 @@ def latent_projections(
     q = heads * (key + rotated)
     query = (
         (
-            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1, id_of="q_proj"),
+            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1),
             Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank, q, heads),
         )
         if q_rank
@@ -88,18 +88,18 @@ def linear_projections(
 def channel_projections(hidden: int, key: int, value: int, heads: int, rank: int) -> tuple[Projection, ...]:
     """Those of Gated DeltaNet with a decay for each channel of keys. key, value: see `linear_projections`; rank: width
     of the latents of decays, and of those of gates. What makes these latents is of all heads, and every TP rank has it
-    whole. Some have the ids of latent attention's, which other layers of such a model have.
+    whole.
     """
     linear = "linear"
     return (
         Projection("self_attn.q_proj", Group.MIXER_IN, hidden, key, heads, form=linear),
-        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, key, heads, form=linear, id_of="kv_a_proj_with_mqa"),
+        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, key, heads, form=linear),
         Projection("self_attn.v_proj", Group.MIXER_IN, hidden, value, heads, form=linear),
         Projection("self_attn.g_a_proj", Group.MIXER_IN, hidden, rank, 1),
         Projection("self_attn.b_proj", Group.MIXER_IN, hidden, heads, heads),
         Projection("self_attn.f_a_proj", Group.MIXER_IN, hidden, rank, 1),
-        Projection("self_attn.f_b_proj", Group.DECAY_UP, rank, key, heads, id_of="q_b_proj"),
-        Projection("self_attn.g_b_proj", Group.OUTPUT_GATE_UP, rank, value, heads, id_of="kv_b_proj"),
+        Projection("self_attn.f_b_proj", Group.DECAY_UP, rank, key, heads),
+        Projection("self_attn.g_b_proj", Group.OUTPUT_GATE_UP, rank, value, heads),
         Projection("self_attn.o_proj", Group.MIXER_OUT, value, hidden, heads, form=linear),
     )
 

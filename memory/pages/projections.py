@@ -159,14 +159,6 @@ class Projection:
     form: str = ""
     """Tells those of one module apart, where layers have it in different shapes."""
 
-    id_of: str = ""
-    """The module whose id it has, where no layer has both; empty: its own. So more modules fit into tables of ids."""
-
-    @property
-    def place(self) -> str:
-        """The module whose id it has."""
-        return self.id_of or self.module
-
     @property
     def module(self) -> str:
         """Its path without the module around it."""
@@ -302,8 +294,8 @@ class GemmShape(NamedTuple):
 @dataclass(frozen=True)
 class Projections:
     """The table of a model. A module's index in it is its projections' id everywhere, whatever their form: a layer has
-    one of them. Modules that no layer has together may have one id, see `Projection.id_of`. It is in the order of
-    groups, those of mixtures of experts after the model's own: tables with room for few projections leave them out.
+    one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables of the others
+    leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -414,6 +406,11 @@ class Projections:
         return tuple(each.name for each in self._all if not each.is_of_model)
 
     @cached_property
+    def num_own(self) -> int:
+        """Ids outside mixtures of experts, which are the first."""
+        return len({each.module for each in self._all if not each.is_of_mixture})
+
+    @cached_property
     def mixture(self) -> frozenset[str]:
         """Names of the projections of mixtures of experts."""
         return frozenset(each.name for each in self._all if each.is_of_mixture)
@@ -465,8 +462,8 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        places = {each.place: index for index, each in enumerate(self._of_ids)}
-        return {each.name: places[each.place] for each in self._all}
+        ids = {each.module: index for index, each in enumerate(self._of_ids)}
+        return {each.name: ids[each.module] for each in self._all}
 
     @cached_property
     def _by_name(self) -> dict[str, Projection]:
@@ -477,7 +474,7 @@ class Projections:
         """The first form of each module, by id."""
         found: dict[str, Projection] = {}
         for each in self._all:
-            found.setdefault(each.place, each)
+            found.setdefault(each.module, each)
         return tuple(found.values())
 
     @cached_property

@@ -58,14 +58,17 @@ def latent_lora_constants(
     itemsize: int,
     max_rank: int,
     pages: int,
+    table: int,
     *,
     absorbs: bool,
     terms: int = 1,
 ) -> LatentLoraConstants:
-    """key, value: elements of a head's key and value. max_rank, pages: of the tables and of one of their records."""
+    """key, value: elements of a head's key and value. max_rank, table, pages: of the tables, their modules, and of one
+    of their records.
+    """
     elems = key if absorbs else value
     return LatentLoraConstants(
-        Records(page_elems, 16 // itemsize, place_blocks(max_rank), pages),
+        Records(page_elems, 16 // itemsize, place_blocks(max_rank), pages, table),
         module,
         kv_rank,
         key + value,

@@ -19,13 +19,12 @@ import triton.language.extra.cuda as cuda
 from .. import dependent_launch
 from ..launch_triton import KernelLauncher
 from ..lora.sgmv import Segments
-from ..lora.sgmv_tables import BEGIN, MORE, OFFSETS_B, OFFSETS_WIDTH, TABLE_ROW, TILE_WIDTH, SgmvTables
+from ..lora.sgmv_tables import BEGIN, MORE, TABLE_ROW, TILE_WIDTH, SgmvTables
 from ..lora.sgmv_triton import Adapters, _find_block, _load_block, _read_record
 from .latents import AbsorbedLora, Product
 from .latents_schedule import LatentLoraConstants, latent_lora_constants, latent_lora_options
 
 _BEGIN, _MORE, _TABLE_ROW, _TILE = (tl.constexpr(at) for at in (BEGIN, MORE, TABLE_ROW, TILE_WIDTH))
-_B, _OFFSETS = tl.constexpr(OFFSETS_B), tl.constexpr(OFFSETS_WIDTH)
 
 
 @triton.jit
@@ -33,8 +32,8 @@ def _add_record(total, values, adapters, tiles, head, layer, layers, max_pages, 
     """Add the products of a record's rank-rows with one head's values; return the sum, and the rank of those."""
     BLOCK_R: tl.constexpr = C.block_r
     table_row, rank, slab, factor = _read_record(tiles, C.terms)
-    offset_a = tl.load(adapters.offsets + table_row * _OFFSETS + C.module)
-    offset_b = tl.load(adapters.offsets + table_row * _OFFSETS + _B + C.module)
+    offsets = adapters.offsets + table_row * (2 * C.records.modules) + C.module
+    offset_a, offset_b = tl.load(offsets), tl.load(offsets + C.records.modules)
     pages = adapters.pages + table_row.to(tl.int64) * max_pages
     of_a, of_b = tl.arange(0, C.block_a), tl.arange(0, C.block_b)
     begin = head * C.width + C.first
@@ -107,7 +106,8 @@ class LatentLora:
     ) -> None:  # fmt: skip
         """arena: `[num_pages, page_elems]`. module: its id. key, value: elements of a head's key and value."""
         self._arena, self._tables, self._heads = arena, tables, heads
-        shape = module, key, value, kv_rank, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages
+        page, itemsize = arena.shape[1], arena.element_size()
+        shape = module, key, value, kv_rank, page, itemsize, tables.max_rank, tables.place_pages, tables.modules
         early = dependent_launch.begins_early(arena.device)
         self._launches = {
             absorbs: _launch(replace(latent_lora_constants(*shape, absorbs=absorbs, terms=terms), pdl=early))

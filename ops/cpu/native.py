@@ -417,7 +417,7 @@ class NativeDecoder:
             step.mixture = step.mixture_ready = step.mixture_late = None
             self._mixture_segments = segments, ()
             return
-        lora = NativeMixtureLora(self._model.arena, segments, self._model.mixture_ids)
+        lora = NativeMixtureLora(self._model.arena, segments)
         ready, late = _arrivals(segments)
         step.mixture = ctypes.addressof(lora.description)
         step.mixture_ready = None if ready is None else ctypes.addressof(ready)

@@ -32,7 +32,7 @@ import triton.language.extra.cuda as cuda
 from .. import dependent_launch
 from ..launch_triton import KernelLauncher
 from ..lora.sgmv_schedule import ExpandShape
-from ..lora.sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
+from ..lora.sgmv_tables import BEGIN, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
 from ..lora.sgmv_triton import (
     Adapters,
     Shrunk,
@@ -61,7 +61,7 @@ from .small_gemm_schedule import (
 _LINE, _LINES = tl.constexpr(1024), tl.constexpr(4096)
 
 _BEGIN, _TABLE_ROW, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, TABLE_ROW, RANK, SLAB, SCALE))
-_TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
+_TILE, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, PLACE_ROWS))
 
 
 class Weight(NamedTuple):
@@ -203,7 +203,7 @@ def _find_rank_rows(adapters, level, tile, module, row, column, width, C: tl.con
     PAGES: tl.constexpr = C.records.pages
     table_row, rank, slab = tile[1], tile[2], tile[3]
     rows = row + tl.arange(0, _ROWS)[:, None]
-    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + module)
+    offset = tl.load(adapters.offsets + table_row * (2 * C.records.modules) + C.records.modules + module)
     is_changed, start, found = _find_block(adapters, table_row, layer, layers, offset, slab, row, rows, C)
     near = ()
     for i in tl.static_range(PAGES):

@@ -35,14 +35,11 @@ _ROW_PARALLEL = (1, 3, 20)
 def described_gemm_shapes(shapes: Sequence[GemmShape]) -> Array[Any]:
     """Sizes of GEMMs in the library's form."""
     layout = native_layout()
-    most, most_id = layout.length("GemmShapeDesc.targets"), layout.length("Adapter.a_offset")
+    most = layout.length("GemmShapeDesc.targets")
     found = layout.array("GemmShapeDesc", [{}] * len(shapes))
     for descriptor, (group, inputs, modules) in zip(found, shapes, strict=True):
-        if len(modules) > most or any(module >= most_id for module, _, _ in modules):
-            raise ValueError(
-                f"a GEMM has the modules {[module for module, _, _ in modules]}; the native library has room for "
-                f"{most} of a GEMM, with ids below {most_id}"
-            )
+        if len(modules) > most:
+            raise ValueError(f"a GEMM has {len(modules)} modules; the native library has room for {most}")
         descriptor.row_parallel = group in _ROW_PARALLEL
         descriptor.inputs, descriptor.count = inputs, len(modules)
         descriptor.targets[: len(modules)] = [layout.structure("Target")(*module) for module in modules]

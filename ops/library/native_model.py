@@ -219,6 +219,3 @@ class NativeModel:
 
     first_token: int = 0
     """Token of this rank's first column of the logits."""
-
-    mixture_ids: tuple[int, ...] = ()
-    """Modules of all mixtures: see `NativeMixtureLora`."""

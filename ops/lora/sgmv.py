@@ -24,10 +24,6 @@ TILE_TOKENS = 16
 Block = list[torch.Tensor]
 
 
-MAX_MODULES = 16
-"""The most projections that a model's table may have, here and in the native library: kModules in adapters.h."""
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AdapterRows:
     """Locations of an adapter's rank-rows in the arena, for all its modules and layers with one rank and scale.

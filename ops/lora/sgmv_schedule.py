@@ -162,6 +162,8 @@ class Records:
     """Records of an adapter in a layer, each of PLACE_ROWS rank-rows."""
     pages: int = 0
     """Pages of a record; 0: records are not read."""
+    modules: int = 0
+    """Of the model, that adapters may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,8 @@ class SgmvShape:
     """The tables' largest rank."""
     pages: int
     """Pages of one of the tables' records."""
+    table: int
+    """Modules in the tables."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -237,7 +241,7 @@ class SgmvShape:
     def records(self) -> Records:
         """How launches of this schedule find rank-rows."""
         pages = 0 if self.schedule.tensor_cores else self.pages
-        return Records(self.page_elems, max(1, 16 // self.itemsize), place_blocks(self.max_rank), pages)
+        return Records(self.page_elems, max(1, 16 // self.itemsize), place_blocks(self.max_rank), pages, self.table)
 
 
 def shrink_constants(shape: SgmvShape, terms: int = 1) -> ShrinkConstants:
@@ -291,6 +295,8 @@ class ExpandShape:
     """The tables' largest rank."""
     pages: int
     """Pages of one of the tables' records."""
+    table: int
+    """Modules in the tables."""
 
     @classmethod
     def build(cls, shape: SgmvShape) -> ExpandShape:
@@ -303,9 +309,11 @@ class ExpandShape:
             itemsize=shape.itemsize,
             max_rank=shape.max_rank,
             pages=shape.pages,
+            table=shape.table,
         )
 
     @property
     def records(self) -> Records:
         """How the launch finds rank-rows."""
-        return Records(self.page_elems, max(1, 16 // self.itemsize), place_blocks(self.max_rank), self.pages)
+        vec, blocks = max(1, 16 // self.itemsize), place_blocks(self.max_rank)
+        return Records(self.page_elems, vec, blocks, self.pages, self.table)

@@ -10,17 +10,13 @@ import numpy as np
 import torch
 
 from ..table_records import Copy, TableRecords, copy_in_parts
-from .sgmv import MAX_MODULES, AdapterRows, Segments
+from .sgmv import AdapterRows, Segments
 from .sgmv_tiles import Run, cut, num_tiles, tile_runs
 
 #: Columns of `SgmvTables.tiles`, 32 bytes: the tile's tokens and table row, and values that are the same in every
 #: layer; then how many of the following tiles go on with this one, -1 if this one goes on with another or has no work.
 BEGIN, END, TABLE_ROW, RANK, SLAB, SCALE, MORE = range(7)
 TILE_WIDTH = 8
-
-#: Columns of `SgmvTables.offsets`, 128 bytes: the modules' a_offset, then b_offset.
-OFFSETS_B = MAX_MODULES
-OFFSETS_WIDTH = 2 * MAX_MODULES
 
 #: Rank-rows per record in `SgmvTables.places`: at least as many as a program of a decode launch reads at once.
 PLACE_ROWS = 16
@@ -55,6 +51,8 @@ class TableSizes(NamedTuple):
     page_elems: int
     slab_elems: int
     """The most of an adapter."""
+    modules: int
+    """Projections of the model that adapters may change."""
     max_terms: int = 2
     """The most entries that a token may have on one module."""
     usual_rows: int | None = None
@@ -77,7 +75,7 @@ class SgmvTables:
     tiles:      int32 `[max_tiles · max_terms, TILE_WIDTH]`, the records of the first tile, then those of the next:
                 tokens `begin … end` use `table_row` (-1: no work); then its rank, slab_elems and scale (the bits of a
                 float32), and `MORE`
-    offsets:    int32 `[table_rows, OFFSETS_WIDTH]`, -1 if a module is not targeted
+    offsets:    int32 `[table_rows, 2 · modules]`: every module's a_offset, then b_offset; -1 if it is not targeted
     first_elem: int64 `[table_rows, layers]`, where the layer's slabs begin in the adapter, -1 if it has none; an
                 adapter of a large model has more elements than 32 bits can count
     places:     int32 `[table_rows, layers, blocks, 1 + pages]`: for every PLACE_ROWS rank-rows of a layer, where the
@@ -98,10 +96,11 @@ class SgmvTables:
         self.max_rank = max_rank
         self.max_tiles = max_tiles
         self.max_terms = sizes.max_terms
+        self.modules = sizes.modules
         # records are a multiple of 16 bytes, so the tiles after any others begin where wide loads may
         self.tiles = torch.full((max_tiles * sizes.max_terms, TILE_WIDTH), -1, dtype=torch.int32, device=device)
         self.terms = self.tail_tiles = 0  # of the last step planned
-        self.offsets = torch.full((table_rows, OFFSETS_WIDTH), -1, dtype=torch.int32, device=device)
+        self.offsets = torch.full((table_rows, 2 * sizes.modules), -1, dtype=torch.int32, device=device)
         self.first_elem = torch.full((table_rows, layers), -1, dtype=torch.int64, device=device)
         self.pages = torch.zeros((table_rows, sizes.max_pages), dtype=torch.int32, device=device)
         self.page_elems, self._slab_elems = sizes.page_elems, sizes.slab_elems
@@ -229,9 +228,9 @@ class SgmvTables:
 
     def _entries(self, rows: AdapterRows) -> tuple[np.ndarray, ...]:
         """An adapter's rows of `first_elem`, `offsets`, `places` and `pages`."""
-        offsets = np.full(OFFSETS_WIDTH, -1, np.int32)
-        for begin, of_modules in ((0, rows.a_offset[:MAX_MODULES]), (OFFSETS_B, rows.b_offset[:MAX_MODULES])):
-            offsets[begin : begin + len(of_modules)] = of_modules
+        offsets = np.full((2, self.modules), -1, np.int32)
+        for own, of_modules in zip(offsets, (rows.a_offset, rows.b_offset), strict=True):
+            own[: len(of_modules)] = of_modules[: self.modules]
         pages = np.array(rows.pages, dtype=np.int32)
         return np.array(rows.first_elem, dtype=np.int64), offsets, self._places(rows, pages), pages
 
@@ -243,8 +242,8 @@ class SgmvTables:
         return np.concatenate([np.where(begin < 0, -1, at)[:, :, None], near], axis=2).astype(np.int32)
 
     def _check(self, rows: AdapterRows) -> None:
-        if any(offset >= 0 for offset in rows.a_offset[MAX_MODULES:]):
-            raise ValueError(f"an adapter changes a module beyond the {MAX_MODULES} that the tables hold")
+        if any(offset >= 0 for offset in rows.a_offset[self.modules :]):
+            raise ValueError(f"an adapter changes a module beyond the {self.modules} that the tables hold")
         if rows.rank > self.max_rank:
             raise ValueError(f"rank {rows.rank} is above the tables' {self.max_rank}")
         if len(rows.pages) > self.pages.shape[1]:

@@ -34,8 +34,6 @@ from .sgmv_tables import (
     BEGIN,
     END,
     MORE,
-    OFFSETS_B,
-    OFFSETS_WIDTH,
     PLACE_ROWS,
     RANK,
     SCALE,
@@ -47,7 +45,7 @@ from .sgmv_tables import (
 
 _BEGIN, _END, _TABLE_ROW = (tl.constexpr(at) for at in (BEGIN, END, TABLE_ROW))
 _RANK, _SLAB, _SCALE, _MORE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, MORE, TILE_WIDTH))
-_B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
+_ROWS = tl.constexpr(PLACE_ROWS)
 
 
 class Adapters(NamedTuple):
@@ -249,7 +247,7 @@ def shrink_decode(x, adapters, layer, layers, max_pages, tokens, x_stride, C: tl
         return
     offsets = ()
     for term in tl.static_range(TERMS):
-        offset = tl.load(adapters.offsets + records[term][0] * _OFFSETS + _module_of(group, C))
+        offset = tl.load(adapters.offsets + records[term][0] * (2 * C.records.modules) + _module_of(group, C))
         offsets = offsets + (offset,)  # noqa: RUF005
     warp = tl.arange(0, WARPS)
     each = tl.arange(0, BLOCK_R // WARPS)[:, None] * WARPS + warp[None, :]
@@ -312,7 +310,7 @@ def shrink_prefill(x, adapters, layer, layers, max_pages, tokens, x_stride, C: t
     table_row = tl.load(tiles + _TABLE_ROW)
     if table_row < 0:
         return
-    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _module_of(group, C))
+    offset = tl.load(adapters.offsets + table_row * (2 * C.records.modules) + _module_of(group, C))
     base = tl.load(adapters.first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
@@ -358,7 +356,8 @@ def _product(parts, b, live):
 @triton.jit
 def _find_offset(adapters, table_row, group, C: tl.constexpr):
     """Return the offset of a module's B in an adapter's rank-rows."""
-    return tl.load(adapters.offsets + table_row * _OFFSETS + _B + _module_of(group, C))
+    behind = C.records.modules + _module_of(group, C)
+    return tl.load(adapters.offsets + table_row * (2 * C.records.modules) + behind)
 
 
 @triton.jit
@@ -574,6 +573,7 @@ class Sgmv:
             itemsize=arena.element_size(),
             max_rank=tables.max_rank,
             pages=tables.place_pages,
+            table=tables.modules,
         )
         self._launch = launch = _launch(shape, terms, dependent_launch.begins_early(arena.device))
         self._shape = ExpandShape.build(shape)

@@ -21,15 +21,19 @@ class VectorConstants:
     modules: Modules
     page: int
     """Float32 values of a page."""
+    table: int
+    """Modules in the tables."""
     undo: bool
     """Undo the vectors instead of applying them."""
     block_n: int = BLOCK
 
 
-def vector_constants(modules: Sequence[tuple[int, int, int]], page_bytes: int, *, undo: bool) -> VectorConstants:
-    """modules: (module id, first column, width), adjacent in the outputs."""
+def vector_constants(
+    modules: Sequence[tuple[int, int, int]], page_bytes: int, table: int, *, undo: bool
+) -> VectorConstants:
+    """modules: (module id, first column, width), adjacent in the outputs. table: modules in the tables."""
     ids, widths = [module for module, _, _ in modules], [width for _, _, width in modules]
-    return VectorConstants(Modules.build(ids, widths, BLOCK), page_bytes // 4, undo)
+    return VectorConstants(Modules.build(ids, widths, BLOCK), page_bytes // 4, table, undo)
 
 
 def vector_blocks(modules: Sequence[tuple[int, int, int]]) -> int:

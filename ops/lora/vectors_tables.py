@@ -9,14 +9,14 @@ import torch
 
 from ..table_records import Copy, TableRecords
 from .sgmv import AdapterRows, Segments
-from .sgmv_tables import MAX_MODULES, TablesFull
+from .sgmv_tables import TablesFull
 
 
 class VectorTables:
     """Buffers that never move: a captured launch reads the data of the last `plan`.
 
     applied, undone: int32 `[tokens]`, the table row of the vectors of each token, -1: none
-    first:           int64 `[table_rows, layers, MAX_MODULES]`, the float32 value of the adapter where a module's scales
+    first:           int64 `[table_rows, layers, modules]`, the float32 value of the adapter where a module's scales
                      begin, -1: it has none
     pages:           int32 `[table_rows, max_pages]`, the adapter's pages in the arena
     """
@@ -29,13 +29,14 @@ class VectorTables:
         tokens: int,
         device: torch.device | str = "cpu",
         *,
+        modules: int,
         itemsize: int,
         usual_rows: int | None = None,
         make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
     ) -> None:
-        """itemsize: bytes of an element of an adapter. usual_rows, make_copy: see `SgmvTables`."""
+        """modules: of the model. itemsize: bytes of an adapter's element. usual_rows, make_copy: see `SgmvTables`."""
         self._per_value = 4 // itemsize  # elements
-        self.first = torch.full((table_rows, layers, MAX_MODULES), -1, dtype=torch.int64, device=device)
+        self.first = torch.full((table_rows, layers, modules), -1, dtype=torch.int64, device=device)
         self.pages = torch.zeros((table_rows, max_pages), dtype=torch.int32, device=device)
         self._of_tokens = torch.full((2, -(-tokens // 4) * 4), -1, dtype=torch.int32, device=device)
         self.applied, self.undone = self._of_tokens
@@ -96,6 +97,7 @@ class VectorTables:
         """An adapter's rows of `first` and `pages`."""
         assert rows.vectors is not None
         first = np.full(self.first.shape[1:], -1, np.int64)
-        places = np.array(rows.vectors, np.int64)[:, :MAX_MODULES]  # those behind are of experts, without vectors
+        # those behind are of experts, without vectors
+        places = np.array(rows.vectors, np.int64)[:, : self.first.shape[2]]
         first[:, : places.shape[1]] = np.where(places < 0, -1, places // self._per_value)
         return first, np.array(rows.pages, np.int32)

@@ -15,12 +15,9 @@ import triton
 import triton.language as tl
 
 from ..launch_triton import KernelLauncher
-from .sgmv_tables import MAX_MODULES
 from .sgmv_triton import _block_of, _column_of, _find_module, _module_of, _width_of
 from .vectors_schedule import vector_blocks, vector_constants, vector_options
 from .vectors_tables import VectorTables
-
-_MODULES = tl.constexpr(MAX_MODULES)
 
 
 class Vectors(NamedTuple):
@@ -59,7 +56,7 @@ def scale_rows(y, vectors, layer, layers, max_pages, y_stride, C: tl.constexpr):
         return
     group = _find_module(block, C)
     module = _module_of(group, C)
-    begin = tl.load(vectors.first + (row * layers + layer) * _MODULES + module)
+    begin = tl.load(vectors.first + (row * layers + layer) * C.table + module)
     if begin < 0:
         return
     width = _width_of(group, C)
@@ -83,7 +80,7 @@ class ScaleRows:
         """arena: `[num_pages, page_elems]`. modules: at most four of (module id, first column in y, width), adjacent in
         y.
         """
-        constants = vector_constants(modules, arena.shape[1] * arena.itemsize, undo=undo)
+        constants = vector_constants(modules, arena.shape[1] * arena.itemsize, tables.first.shape[2], undo=undo)
         self._launch = KernelLauncher(scale_rows, {"C": constants, **vector_options()})
         self._blocks = vector_blocks(modules)
         self._tables, self._undo = tables, undo

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..lora.sgmv import MAX_MODULES, AdapterRows
-from ..lora.sgmv_tables import OFFSETS_B, OFFSETS_WIDTH, SgmvTables, TablesFull, TableSizes, place_window
+from ..lora.sgmv import AdapterRows
+from ..lora.sgmv_tables import SgmvTables, TablesFull, TableSizes, place_window
 from ..table_records import Copy, TableRecords
 
 #: The most parts of an adapter: a place says in its low bits which part it is of.
@@ -24,7 +24,6 @@ MAX_PARTS = 16
 
 #: Columns of `MixtureTables.parts`: rank, slab_elems and scale, as tiles have them, then offsets as `SgmvTables` has.
 PART_OFFSETS = 8
-PART_WIDTH = PART_OFFSETS + OFFSETS_WIDTH
 
 #: The adapters of a run of tokens: its parts on mixtures.
 Parts = tuple[AdapterRows, ...]
@@ -79,6 +78,8 @@ class TileWriter:
     """Records of a tile."""
     record: int
     """Pages of a record; 0: there are none."""
+    modules: int
+    """Of mixtures."""
 
     @property
     def each(self) -> int:
@@ -95,6 +96,16 @@ class TileWriter:
         """`record`, or the next power of two."""
         return 1 << max(0, self.record - 1).bit_length()
 
+    @property
+    def offsets(self) -> int:
+        """Offsets of a part: of every module's A, then of B."""
+        return 2 * self.modules
+
+    @property
+    def offsets_block(self) -> int:
+        """`offsets`, or the next power of two."""
+        return 1 << (self.offsets - 1).bit_length()
+
 
 class MixtureTables:
     """Buffers that never move: captured launches read the data of the last `plan`.
@@ -105,7 +116,7 @@ class MixtureTables:
     adapter_of: int32 `[tokens]`: the row of a token's adapter in the other tables, -1 if it has none
     places:     int64 `[adapters, layers, places]`: the element of the adapter where the rank-rows begin, times
                 MAX_PARTS, and the part; -1 if there are none
-    parts:      int32 `[adapters, MAX_PARTS, PART_WIDTH]`
+    parts:      int32 `[adapters, MAX_PARTS, PART_OFFSETS + 2 · modules]`
     pages:      int32 `[adapters, max_pages]`, the adapter's pages in the arena
     tiles:      tiles of one product, which the device writes before each
     """
@@ -129,12 +140,12 @@ class MixtureTables:
             own = tuple((module - self._first_module, column, width) for module, column, width in group.modules)
             self.groups[number] = group._replace(modules=own)
             num_places += len(own) * max(1, group.experts)
-        if any(module >= MAX_MODULES for group in self.groups.values() for module, _, _ in group.modules):
-            raise ValueError(f"a mixture has more than the {MAX_MODULES} projections that tables hold")
+        modules = 1 + max(module for group in self.groups.values() for module, _, _ in group.modules)
         self._num_places, self._layers = num_places, sizes.layers
         self.adapter_of = torch.full((sizes.tokens,), -1, dtype=torch.int32, device=device)
         self.places = torch.full((sizes.adapters, sizes.layers, num_places), -1, dtype=torch.int64, device=device)
-        self.parts = torch.zeros((sizes.adapters, MAX_PARTS, PART_WIDTH), dtype=torch.int32, device=device)
+        width = PART_OFFSETS + 2 * modules
+        self.parts = torch.zeros((sizes.adapters, MAX_PARTS, width), dtype=torch.int32, device=device)
         self.pages = torch.zeros((sizes.adapters, sizes.max_pages), dtype=torch.int32, device=device)
         self.window = place_window(sizes.page_elems, sizes.max_rank * sizes.slab_elems)
         self.tiles = SgmvTables(
@@ -147,6 +158,7 @@ class MixtureTables:
                 scratch=0,
                 page_elems=sizes.page_elems,
                 slab_elems=sizes.slab_elems,
+                modules=modules,
                 max_terms=1,
                 usual_rows=1,
                 usual_tiles=1,
@@ -194,6 +206,7 @@ class MixtureTables:
             window=self.window,
             blocks=self.tiles.places.shape[2],
             record=self.tiles.place_pages,
+            modules=self.tiles.modules,
         )
 
     @property
@@ -224,15 +237,15 @@ class MixtureTables:
     def _entries(self, parts: Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """An adapter's rows of `places`, `parts` and `pages`."""
         places = np.full((self._layers, self._num_places), -1, dtype=np.int64)
-        own = np.full((MAX_PARTS, PART_WIDTH), -1, dtype=np.int32)
+        own = np.full(self.parts.shape[1:], -1, dtype=np.int32)
         if len(parts) > MAX_PARTS:
             raise ValueError(f"an adapter has {len(parts)} parts on mixtures of experts, tables hold {MAX_PARTS}")
         for index, rows in enumerate(parts):
             self._check(rows)
             own[index, :2] = rows.rank, rows.slab_elems
             own[index, 2:3].view(np.float32)[0] = rows.scale
-            for begin, of_modules in ((0, rows.a_offset), (OFFSETS_B, rows.b_offset)):
-                values = of_modules[self._first_module :]
+            for begin, of_modules in ((0, rows.a_offset), (self.tiles.modules, rows.b_offset)):
+                values = of_modules[self._first_module : self._first_module + self.tiles.modules]
                 own[index, PART_OFFSETS + begin :][: len(values)] = values
             for number, group in self.groups.items():
                 if any(own[index, PART_OFFSETS + module] >= 0 for module, _, _ in group.modules):

@@ -15,14 +15,13 @@ import triton
 import triton.language as tl
 
 from ..launch_triton import KernelLauncher
-from ..lora.sgmv_tables import BEGIN, END, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
+from ..lora.sgmv_tables import BEGIN, END, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
 from .expert_tiles import ExpertTiles
-from .mixture_tables import MAX_PARTS, PART_OFFSETS, PART_WIDTH, MixtureTables, TileWriter
+from .mixture_tables import MAX_PARTS, PART_OFFSETS, MixtureTables, TileWriter
 
 _BEGIN, _END, _TABLE_ROW = (tl.constexpr(at) for at in (BEGIN, END, TABLE_ROW))
 _RANK, _SLAB, _SCALE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, TILE_WIDTH))
-_OFFSETS, _ROWS = (tl.constexpr(at) for at in (OFFSETS_WIDTH, PLACE_ROWS))
-_PARTS, _PART, _PART_OFFSETS = (tl.constexpr(at) for at in (MAX_PARTS, PART_WIDTH, PART_OFFSETS))
+_PARTS, _PART_OFFSETS, _ROWS = (tl.constexpr(at) for at in (MAX_PARTS, PART_OFFSETS, PLACE_ROWS))
 
 
 class Written(NamedTuple):
@@ -70,6 +69,7 @@ def write_tiles(out, known, runs, layer, layers, max_pages, num_tiles, first_pai
     BLOCKS: tl.constexpr = C.blocks
     RECORD: tl.constexpr = C.record
     RECORD_BLOCK: tl.constexpr = C.record_block
+    OFFSETS: tl.constexpr = C.offsets
     tile, slot = tl.program_id(0), tl.program_id(1)
     row = slot * num_tiles + tile
     if ADAPTERS:
@@ -89,15 +89,16 @@ def write_tiles(out, known, runs, layer, layers, max_pages, num_tiles, first_pai
     tl.store(tiles + _TABLE_ROW, tl.where(place < 0, -1, row))
     if place < 0:
         return
-    part = known.parts + (adapter * _PARTS + (place % _PARTS).to(tl.int32)) * _PART
+    part = known.parts + (adapter * _PARTS + (place % _PARTS).to(tl.int32)) * (_PART_OFFSETS + OFFSETS)
     rank, slab, scale = tl.load(part), tl.load(part + 1), tl.load(part + 2)
     tl.store(tiles + _BEGIN, first)
     tl.store(tiles + _END, end)
     tl.store(tiles + _RANK, rank)
     tl.store(tiles + _SLAB, slab)
     tl.store(tiles + _SCALE, scale)
-    module = tl.arange(0, _OFFSETS)
-    tl.store(out.offsets + row * _OFFSETS + module, tl.load(part + _PART_OFFSETS + module))
+    offset = tl.arange(0, C.offsets_block)
+    known_offset = tl.load(part + _PART_OFFSETS + offset, mask=offset < OFFSETS, other=-1)
+    tl.store(out.offsets + row * OFFSETS + offset, known_offset, mask=offset < OFFSETS)
     elem = place // _PARTS
     page = (elem // PAGE).to(tl.int32)
     begin = (elem % PAGE).to(tl.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, c_int32, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -60,19 +60,12 @@ class MixtureModules(NamedTuple):
     """Of an expert; likewise `down`."""
     down: Sequence[tuple[int, int, int]]
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Of all of them."""
-        return tuple(module for own in self for module, _, _ in own)
-
-    def described(self, ids: Sequence[int]) -> Array[Any]:
-        """In the library's form. ids: see `NativeMixtureLora`."""
+    def described(self) -> Array[Any]:
+        """In the library's form."""
         layout = native_layout()
         found = layout.array("MixtureTargets", [{"count": len(own)} for own in self])
         for targets, own in zip(found, self, strict=True):
-            targets.targets[: len(own)] = [
-                layout.structure("Target")(ids.index(module), column, width) for module, column, width in own
-            ]
+            targets.targets[: len(own)] = [layout.structure("Target")(*each) for each in own]
         return found
 
 
@@ -83,15 +76,11 @@ class NativeMixtureLora:
         self,
         arena: torch.Tensor,
         segments: Segments,
-        ids: tuple[int, ...],
         layer: int = 0,
         targets: Array[Any] | None = None,
     ) -> None:
-        """arena: `[pages, page_elems]`. segments: of the step's rows. ids: the mixtures' modules, which the library
-        knows by their places here: a model may have more than its descriptors have room for. layer, targets: of a call
-        of its own.
-        """
-        parts, length = [_described(rows, ids) for rows in segments.rows], len(segments.rows)
+        """arena: `[pages, page_elems]`. segments: of the step's rows. layer, targets: of a call of its own."""
+        parts, length = [_described(rows) for rows in segments.rows], len(segments.rows)
         adapters = (c_void_p * length)(*(addressof(part.adapter) for part in parts))
         begin, end = (c_int32 * length)(*segments.begin), (c_int32 * length)(*segments.end)
         level = (c_int32 * length)(*segments.level)
@@ -123,17 +112,15 @@ class _Part(NamedTuple):
     """Of its rank-rows."""
 
 
-_parts: WeakKeyDictionary[AdapterRows, dict[tuple[int, ...], _Part]] = WeakKeyDictionary()
+_parts: WeakKeyDictionary[AdapterRows, _Part] = WeakKeyDictionary()
 
 
-def _described(rows: AdapterRows, ids: tuple[int, ...]) -> _Part:
-    """Made once. ids: see `NativeMixtureLora`."""
-    made = _parts.setdefault(rows, {})
-    if ids not in made:
-        a_offset, b_offset = ([offsets[module] for module in ids] for offsets in (rows.a_offset, rows.b_offset))
-        own = replace(rows, a_offset=a_offset, b_offset=b_offset)
-        made[ids] = _Part(*described(own), (c_int32 * len(rows.experts))(*rows.experts))
-    return made[ids]
+def _described(rows: AdapterRows) -> _Part:
+    """Made once."""
+    found = _parts.get(rows)
+    if found is None:
+        found = _parts[rows] = _Part(*described(rows), (c_int32 * len(rows.experts))(*rows.experts))
+    return found
 
 
 class MixtureRows(NamedTuple):

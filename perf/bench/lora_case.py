@@ -90,6 +90,7 @@ class LoraCase:
             max_rank=max_rank,
             page_elems=arena.layout.page_elems,
             slab_elems=max(adapter.slab_elems for adapter in rows),
+            modules=len(rows[0].a_offset),
             max_tiles=self.num_tiles,
             scratch=max(
                 SgmvTables.scratch_elems(schedule.splits(group.d_in), self.tokens, len(group.modules), max_rank)

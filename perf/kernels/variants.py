@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS = SIZES["llama-3.1-8b"].geometry.groups
 PAGE_ELEMS = 1 << 20
+_MODULES = 16
+"""Of the tables of a model."""
+
 SLAB_ELEMS = sum(d_in + width for d_in, modules in GROUPS.values() for _, _, width in modules)
 
 #: Launches of groups with this prefix are those of steps with merged weights: a tile has several records.
@@ -220,6 +223,7 @@ def _sgmv_shape(
         itemsize=itemsize,
         max_rank=max_rank,
         pages=place_pages(PAGE_ELEMS, SLAB_ELEMS),
+        table=_MODULES,
     )
 
 
@@ -558,6 +562,7 @@ def _mixture_tiles(*, per_token: int, experts: int, adapters: int = 0) -> Elemen
         window=place_window(page, rank * slab),
         blocks=place_blocks(rank),
         record=place_pages(page, slab),
+        modules=5,
     )
     written = (*((name, "*i32") for name in ("tiles", "offsets", "places")), ("first_elem", "*i64"), ("pages", "*i32"))
     known = ("adapter_of", "*i32"), ("places_of", "*i64"), ("parts", "*i32"), ("pages_of", "*i32")
@@ -717,7 +722,7 @@ def _vectors(group: str, *, undo: bool = False) -> Elementwise:
     _, modules = GROUPS[group]
     vectors = (("arena", "*fp32"), ("rows", "*i32"), ("first", "*i64"), ("pages", "*i32"))
     others = {"vectors": vectors, **dict.fromkeys(("layer", "layers", "max_pages"), "i32"), **_strides("y")}
-    constants = {"C": vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], undo=undo)}
+    constants = {"C": vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], _MODULES, undo=undo)}
     return Elementwise(
         "lora.vectors_triton", "scale_rows", constants=constants, options=vector_options(), own=("y",), others=others
     )
@@ -733,7 +738,7 @@ VECTORS = {
 
 def _latent_lora(*, absorbs: bool, terms: int = 1) -> Elementwise:
     """For 16 bits."""
-    shape = 7, 128, 128, 512, PAGE_ELEMS, ITEMSIZE["bf16"], 64, place_pages(PAGE_ELEMS, SLAB_ELEMS)
+    shape = 7, 128, 128, 512, PAGE_ELEMS, ITEMSIZE["bf16"], 64, place_pages(PAGE_ELEMS, SLAB_ELEMS), _MODULES
     return Elementwise(
         "attention.latents_triton",
         "add_to_heads",

@@ -13,7 +13,8 @@ from pydantic_core import from_json
 
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, validated
-from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer, text_in
+from ..text.conversation import RESERVED_FOR_TEMPLATE, Conversation, text_in
+from ..text.tokenizer import Tokenizer
 from .fields import MESSAGE, check_messages, other_fields
 from .image_parts import image_of, is_image
 from .openai import GenerationRequest, LogprobCount

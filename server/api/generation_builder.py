@@ -29,8 +29,9 @@ from ..errors import ApiError, clipped, not_served, read_body, too_long
 from ..executors import DaemonPool
 from ..log_lines import note_request
 from ..settings import Settings
+from ..text.conversation import Conversation
 from ..text.output_syntax import OutputSyntax
-from ..text.tokenizer import Conversation, Tokenizer
+from ..text.tokenizer import Tokenizer
 from .adapters.numbered_adapters import numbered
 from .caller import Caller
 from .chat_request import ChatBatch

@@ -8,17 +8,17 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import Environment, TemplateSyntaxError, meta
 
 from ...core.requests.request_params import InvalidRequest
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
+from .chat_templates import drops_texts, read_template, variables_of
+from .conversation import ROLES, Conversation
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .output_syntax import OutputSyntax
 from .own_tokenizer import CalledTokenizer, own_backend
@@ -53,131 +53,11 @@ CUT_TOKENS = 64
 Tokens = list[list[int]]
 
 
-RESERVED_FOR_TEMPLATE = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Names that a client's own template variables can't have, because they control how the template is used."""
-
-
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages to continue."""
-
-    messages: list[dict[str, Any]]
-    begins_output: bool = True
-    """The prompt ends with the beginning of the assistant's message."""
-    continues_last: bool = False
-    """The output continues the last message."""
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """Definitions for the template."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """The template's own variables, such as `enable_thinking`."""
-    add_special_tokens: bool = False
-    """The tokenizer adds its special tokens to the template's."""
-    placeholder: str = ""
-    """What the template writes for an image."""
-    image_texts: tuple[str, ...] = ()
-    """What stands there in the prompt, for each image in order."""
-
-    @property
-    def num_images(self) -> int:
-        contents = (message["content"] for message in self.messages if isinstance(message["content"], list))
-        return sum(part["type"] == "image" for content in contents for part in content)
-
-    def with_images(self, prompt: str) -> str:
-        """The template's text with those of images. Raises InvalidRequest if it has not the place of each."""
-        if not self.num_images:
-            return prompt
-        if not self.placeholder:
-            raise InvalidRequest("messages", "images are served in generation so far, not here; send text alone")
-        first, *others = prompt.split(self.placeholder)
-        if len(others) != len(self.image_texts):
-            raise InvalidRequest(
-                "messages",
-                f"the chat template writes {len(others)} places for {len(self.image_texts)} images; send images in "
-                "messages of the role user",
-            )
-        return first + "".join(text + rest for text, rest in zip(self.image_texts, others, strict=True))
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of the API's messages; a model's chat template may support others."""
-
 INFO_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 INFO_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
-
-
-def _read_template(path: Path) -> str:
-    """The text of a chat template file. Raises ValueError for one that can't be used."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
-    except OSError as error:
-        raise ValueError(f"--chat-template {path} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"--chat-template {path} must be UTF-8 text") from None
-    except TemplateSyntaxError as error:
-        raise ValueError(f"--chat-template {path}, line {error.lineno}: {error.message}") from None
-    return text
-
-
-_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
-"""Tags of transformers that mark generated text of the assistant."""
-
-
-@lru_cache(maxsize=64)
-def _variables(template: str) -> frozenset[str]:
-    """Variables that a template is given from outside."""
-    try:
-        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
-    except TemplateSyntaxError:
-        return frozenset()
-    return frozenset(meta.find_undeclared_variables(parsed))
-
-
-_PROBE = "zqx"
-
-
-@lru_cache(maxsize=64)
-def _drops_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """True if a chat template writes the text of a part, and not that of a content that is a text."""
-
-    def writes(content: Any) -> bool:
-        try:
-            messages = [{"role": "user", "content": content}]
-            return _PROBE in str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-        except Exception:  # templates are programs: this one refuses such messages
-            return False
-
-    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
-
-
-def text_in(content: str | list[dict[str, Any]]) -> str:
-    """The text of a message's content."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _is_generic(model: Path, found: Path) -> bool:
@@ -266,7 +146,7 @@ class Tokenizer:
             mend_torchvision()
             from transformers import AutoTokenizer as Loader
         loaded = cls(Loader.from_pretrained(str(found), local_files_only=True))
-        loaded = loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
+        loaded = loaded if chat_template is None else loaded.with_chat_template(read_template(chat_template))
         if tool_call_format is not None and tool_call_format not in FORMAT_NAMES:
             names = ", ".join(sorted(FORMAT_NAMES))
             raise ValueError(f"tool_call_format is {tool_call_format!r}, but must be one of {names}")
@@ -415,7 +295,7 @@ class Tokenizer:
         """
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         variables = dict(variables)
-        if "instruction" in variables and "instruction" not in _variables(self.chat_template):
+        if "instruction" in variables and "instruction" not in variables_of(self.chat_template):
             if not self._names_role("system"):
                 message = "instruction is read neither as a variable nor as the system's message by the model's chat"
                 raise InvalidRequest("instruction", f"{message} template; leave it out")
@@ -528,7 +408,7 @@ class Tokenizer:
         ]
 
     def _needs_parts(self, template: str) -> bool:
-        return "type" in template and _drops_texts(self._tokenizer, template)
+        return "type" in template and drops_texts(self._tokenizer, template)
 
     def _with_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages, with their reasoning in the field that the chat template reads: families name it differently.

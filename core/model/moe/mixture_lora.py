@@ -55,9 +55,8 @@ class MixtureLora:
     @property
     def native(self) -> NativeMixtureLora:
         """The same for the native library."""
-        modules = mixture_modules(self._columns)
-        targets = modules.described(modules.ids)
-        return NativeMixtureLora(self._arena, self._segments, modules.ids, self._layer, targets)
+        targets = mixture_modules(self._columns).described()
+        return NativeMixtureLora(self._arena, self._segments, self._layer, targets)
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`, by rows of y's dtype."""

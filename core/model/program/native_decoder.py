@@ -108,7 +108,7 @@ class NativeDecoderModel:
         for layer in self.layers:
             if isinstance(experts := layer.get(EXPERTS), ListedExperts):
                 layer[EXPERTS] = keep(experts)
-        self._mixtures, mixture_ids = _native_mixtures(config, self.layers)
+        self._mixtures = _native_mixtures(config, self.layers)
         spare = image_tokens if has_axes(config.layers) else 0
         self._tables, self._kv_scales = Tables.of(config.layers, max_model_len, spare), kv_scales
         self._program, self._layout = _program(config), arena.layout
@@ -134,7 +134,6 @@ class NativeDecoderModel:
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
             head_rows_module=_module(config, Group.HEAD_ROWS),
             first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
-            mixture_ids=mixture_ids,
         )  # fmt: skip
         self._arena = arena
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
@@ -261,12 +260,9 @@ class NativeDecoderModel:
         self._decoder.close()
 
 
-def _native_mixtures(
-    config: ModelConfig, layers: Sequence[LayerWeights]
-) -> tuple[list[native_model.LayerMixture | None], tuple[int, ...]]:
-    """The layers' mixtures in the library's form, and the modules of all of them."""
+def _native_mixtures(config: ModelConfig, layers: Sequence[LayerWeights]) -> list[native_model.LayerMixture | None]:
+    """The layers' mixtures in the library's form."""
     modules = [mixture_modules(columns) for columns in lora_groups(config.projections)]
-    ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
     found: list[native_model.LayerMixture | None] = []
     for layer, spec, own in zip(layers, config.layers, modules, strict=True):
         if spec.experts is None:
@@ -274,8 +270,8 @@ def _native_mixtures(
             continue
         if (weights := layer[EXPERTS].native(spec.experts)) is None:
             raise RuntimeError(f"the native library has not packed all matrices of {spec.experts}")
-        found.append(native_model.LayerMixture(weights, own.described(ids)))
-    return found, ids
+        found.append(native_model.LayerMixture(weights, own.described()))
+    return found
 
 
 def _native_recurrent(

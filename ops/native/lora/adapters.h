@@ -7,7 +7,6 @@
 
 namespace chorus {
 
-constexpr int kModules = 16;  // the most of a model
 constexpr int kRankChunk = 16, kTokenChunk = 128, kColumnChunk = 2048;
 constexpr int kAhead = 8;  // rank-rows of A that are worked on together, and fetched meanwhile
 constexpr int kAddedRows = 16;  // the same of Bᵀ
@@ -21,8 +20,9 @@ struct Adapter {
     int32_t rank;
     float scale;
     int64_t slab_elems;
-    int32_t a_offset[kModules], b_offset[kModules];  // elements from a slab's beginning; -1 where a module has none
-    const int64_t* vectors;  // [layers, kModules]: see vectors.h; then there are no slabs; null: there are no vectors
+    const int32_t *a_offset, *b_offset;  // [modules]: elements from a slab's beginning; -1 where a module has none
+    const int64_t* vectors;  // [layers, modules]: see vectors.h; then there are no slabs; null: there are no vectors
+    int32_t modules;  // of the model
     const int64_t* tokens;  // [rank], rising: of whole rows of the embeddings or the head; null for other parts
 
     bool in_layer(int layer) const { return first_elem[layer] >= 0; }

@@ -21,7 +21,7 @@ struct VectorPlace {
 template <class T>
 inline VectorPlace vector_place(const Adapter& adapter, int layer, const Target& target) {
     constexpr int64_t bytes = 16;  // a vector takes whole ones
-    const int64_t first = adapter.vectors ? adapter.vectors[(int64_t)layer * kModules + target.module] : -1;
+    const int64_t first = adapter.vectors ? adapter.vectors[(int64_t)layer * adapter.modules + target.module] : -1;
     return {first, first + (target.width * (int64_t)sizeof(float) + bytes - 1) / bytes * bytes / (int64_t)sizeof(T)};
 }
 

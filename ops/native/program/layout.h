@@ -49,7 +49,7 @@ constexpr char type_of() {
 constexpr Field kLayout[] = {
     ALL(Adapter), AT(Adapter, pages), AT(Adapter, first_elem), AT(Adapter, rank), AT(Adapter, scale),
         AT(Adapter, slab_elems), AT(Adapter, a_offset), AT(Adapter, b_offset), AT(Adapter, vectors),
-        AT(Adapter, tokens),
+        AT(Adapter, modules), AT(Adapter, tokens),
     ALL(Integers), AT(Integers, scales), AT(Integers, zeros), AT(Integers, bits), AT(Integers, group),
         AT(Integers, input_bits), AT(Integers, input_block),
     ALL(RegisterDesc), CHOICE(RegisterDesc, memory, Memory), AT(RegisterDesc, width),

@@ -1,8 +1,8 @@
 """Steps of models of other families, each in turns with Llama's, on a CPU.
 
 A family's decode step reads the weights of its layers and head once, of a mixture those of the experts that some row
-goes to. The time that the threads need to read so many bytes is a share of the step's; `over Llama` compares these
-shares.
+goes to; each sequence reads and writes its recurrent states. The time that the threads need to read so many bytes is a
+share of the step's; `over Llama` compares these shares.
 
 Tests: tests/perf/bench/test_sections.py
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -67,8 +68,12 @@ def _case(
     configs = {name: read_model_config(each.model) for name, each in engines.items()}
     best = {name: min(seconds[name]) for name in engines}
     # prompts compute: their weights for each token are what is compared
-    weights = {name: weights_of(it, 1 if is_prefill else rows) for name, it in configs.items()}
-    shares = {name: weights[name] * context.dtype.itemsize / read / best[name] for name in engines}
+    needed = {
+        name: weights_of(it, 1 if is_prefill else rows) * context.dtype.itemsize
+        + (0 if is_prefill else rows * state_bytes(it))
+        for name, it in configs.items()
+    }
+    shares = {name: needed[name] / read / best[name] for name in engines}
     return [
         {
             "family": name,
@@ -95,6 +100,13 @@ def weights_of(config: ModelConfig, rows: int) -> float:
                 share = 1 - (1 - layer.experts.routing.per_token / layer.experts.count) ** rows
             total += each.num_weights * share
     return total
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of a sequence's recurrent states, which are float32, read and written in a step of one token."""
+    if (recurrent := config.recurrent) is None:
+        return 0
+    return 2 * 4 * config.num_recurrent_layers * (prod(recurrent.recurrent_shape) + prod(recurrent.conv_shape))
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

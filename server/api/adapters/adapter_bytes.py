@@ -12,7 +12,6 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
@@ -221,11 +220,7 @@ async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | No
         size = os.fstat(file.fileno()).st_size
         await upload.begin(size)
         for at in range(0, size, COPY_BYTES):
-            await upload.write(WEIGHTS_FILE, partial(_read_at, file, at))
-
-
-def _read_at(file: FileIO, at: int) -> bytes:
-    return os.pread(file.fileno(), COPY_BYTES, at)
+            await upload.copy(WEIGHTS_FILE, file, at, min(COPY_BYTES, size - at))
 
 
 def _fed(text: LongStrings, part: bytes, settings: Settings) -> Iterator[tuple[str, bytes]]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
+from io import FileIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....memory.files.content_store import StagedUpload
@@ -61,6 +62,10 @@ class AdapterUpload:
             draft.write(name, data() if callable(data) else data)
 
         await self._wait_for(self._loads.on_uploads(write))
+
+    async def copy(self, name: str, source: FileIO, offset: int, count: int) -> None:
+        """Append bytes of another file: see `StagedUpload.copy`."""
+        await self._wait_for(self._loads.on_uploads(self._draft.copy, name, source, offset, count))
 
     @property
     def source(self) -> LoadSource:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ....core.requests.request_params import InvalidRequest
 from ...access.limits import RequestLimits
-from ...text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation
+from ...text.conversation import RESERVED_FOR_TEMPLATE, Conversation
 from ..chat_request import ChatCompletionRequest
 from ..completion_request import is_token_list
 from ..openai import MAX_NAME_CHARACTERS, Name

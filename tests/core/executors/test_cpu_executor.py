@@ -19,7 +19,6 @@ from chorus.memory.files.tensor_file import ITEM_BYTES
 from chorus.ops.cpu.native import NativeSampling
 from chorus.ops.library import native_library
 from chorus.ops.library.native_descriptors import Element
-from chorus.ops.lora import sgmv
 
 from ...tables import LAYER_MATRICES
 
@@ -70,17 +69,6 @@ def test_why_steps_are_slow_is_said(subject, monkeypatch, caplog, found, isa, re
         assert not caplog.records, "it was asked for"
     with pytest.raises(UnsupportedModel, match=re.escape(f"cpu_kernels is 'native', but {reason}")):
         CpuExecutor(settings.model_copy(update={"cpu_kernels": "native"}))
-
-
-def test_a_model_of_more_projections_than_tables_hold_is_refused(subject, monkeypatch):
-    """When it is opened, by name and number, not in the first step of an adapter."""
-    monkeypatch.setattr(sgmv, "MAX_MODULES", 8)
-    settings = EngineConfig(model=subject("wide_heads").model, dtype="float32", memory_bytes=8 << 20, threads=1)
-    said = (
-        r"could change \d+ projections of .*, but tables hold 8 of them, so the model can't be served: q_proj, k_proj,"
-    )
-    with pytest.raises(UnsupportedModel, match=said):
-        CpuExecutor(settings)
 
 
 def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(subject, monkeypatch):

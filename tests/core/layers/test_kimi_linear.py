@@ -114,7 +114,7 @@ def test_the_published_configuration(tmp_path):
     assert (experts.count, experts.routing.per_token, experts.shared_size) == (256, 8, 1024)
     assert config.layers[0].experts is None
     assert config.max_position_embeddings == 1048576
-    assert len(config.projections) - len(config.projections.mixture) == 16, "what tables of adapters hold"
+    assert config.projections.num_own == 18, "projections of two kinds of layers, each with an id of its own"
 
 
 def test_by_default_every_fourth_layer_after_the_first_has_attention(tmp_path):

@@ -40,6 +40,28 @@ def test_what_is_too_large_or_not_sealed_leaves_nothing(store):
     assert put(store, b"c" * 98)
 
 
+def test_a_file_is_copied_after_what_was_written_and_counts_as_if_it_were(store, tmp_path):
+    (tmp_path / "given").write_bytes(bytes(range(80)))
+    weights = "adapter_model.safetensors"
+    with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[weights]) as draft:
+        draft.write("adapter_config.json", b"{}")
+        draft.write(weights, b"head")
+        draft.copy(weights, given, 10, 30)
+        draft.copy(weights, given, 40, 40)
+        draft.write(weights, b"tail")
+        assert (draft.directory() / weights).read_bytes() == b"head" + bytes(range(10, 80)) + b"tail"
+        assert draft.num_bytes == 2 + 78
+        with pytest.raises(TooLarge):
+            draft.copy(weights, given, 0, 30)
+        with pytest.raises(OSError, match="ends after 80 bytes"):
+            draft.copy(weights, given, 75, 10)
+        with pytest.raises(ValueError, match="hashed as it is written"):
+            draft.copy("adapter_config.json", given, 0, 1)
+    with store.draft(known_later=[weights]) as draft, pytest.raises(ValueError, match="closed"):
+        draft.copy(weights, given, 0, 1)
+    assert list(store.root.iterdir()) == []
+
+
 def test_only_what_nothing_uses_is_removed(store):
     one, two, three = (put(store, letter) for letter in (b"1", b"2", b"3"))
     with store.draft() as draft:

@@ -63,7 +63,7 @@ def check(seed: int, dtype: torch.dtype) -> str:
             segments.add(token, token + 1, rows)
     slab = max(rows.slab_elems for rows in adapters)
     sizes = TableSizes(
-        8, LAYERS, max(len(rows.pages) for rows in adapters), 64, 64, 1, it.arena.shape[1], slab, max_terms=2
+        8, LAYERS, max(len(rows.pages) for rows in adapters), 64, 64, 1, it.arena.shape[1], slab, modules=1, max_terms=2
     )
     tables = SgmvTables(sizes)
     num_tiles = tables.plan(segments, 1, terms=terms)

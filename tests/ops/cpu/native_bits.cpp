@@ -67,10 +67,12 @@ template <class Weight, class Vector> struct Experts {
         const int in[kGemms] = {kHidden, kHidden, kHidden, kHidden, kShared, kHidden, kHidden, kSize},
                   out[kGemms] = {kCount, 1, kShared, kShared, kHidden, kSize, kSize, kHidden};
         for (Adapter* part : {&of_layer, &of_experts}) {
-            for (int m = 0; m < kModules; m++) part->a_offset[m] = part->b_offset[m] = -1;
             const bool experts = part == &of_experts;
+            int32_t *a = offsets[experts], *b = a + kGemms;
+            part->a_offset = a, part->b_offset = b, part->modules = kGemms;
+            std::fill_n(a, 2 * kGemms, -1);
             for (int m = experts ? 5 : 0; m < (experts ? kGemms : 5); m++) {
-                part->a_offset[m] = (int)part->slab_elems, part->b_offset[m] = (int)part->slab_elems + in[m];
+                a[m] = (int)part->slab_elems, b[m] = (int)part->slab_elems + in[m];
                 part->slab_elems += in[m] + out[m];
             }
             part->rank = experts ? 2 : 3, part->scale = 0.6f, part->first_elem = experts ? first : first + kLayers;
@@ -101,6 +103,7 @@ template <class Weight, class Vector> struct Experts {
     MixtureTargets targets[kMixtureGemms];
     Adapter of_layer{}, of_experts{};
     int64_t first[2 * kLayers];
+    int32_t offsets[2][2 * kGemms];  // of A, then of B
     const int32_t own[4] = {0, 2, 3, 7}, counts[2] = {0, 4}, *const lists[2] = {nullptr, own};
     int32_t origins[2], tos[2];
     const Adapter* const parts[2] = {&of_layer, &of_experts};
@@ -306,9 +309,11 @@ void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool
     Adapter adapter{};
     const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn, kQueryRank, kKvRank},
               out[] = {kQ, kKv, kKv, kHidden, kFfn, kFfn, kHidden, kQueries, kMade};
-    for (int m = 0; m < kModules; m++) adapter.a_offset[m] = adapter.b_offset[m] = -1;
+    int32_t a[kAllModules], b[kAllModules];
+    std::fill_n(a, kAllModules, -1), std::fill_n(b, kAllModules, -1);
+    adapter.a_offset = a, adapter.b_offset = b, adapter.modules = kAllModules;
     for (int m = 0; m < (latents ? kAllModules : kDenseModules); m++) {
-        adapter.a_offset[m] = (int)adapter.slab_elems, adapter.b_offset[m] = (int)adapter.slab_elems + in[m];
+        a[m] = (int)adapter.slab_elems, b[m] = (int)adapter.slab_elems + in[m];
         adapter.slab_elems += in[m] + out[m];
     }
     int64_t first[kLayers], pages[90];

@@ -21,7 +21,7 @@ from chorus.ops.lora.sgmv_schedule import decode
 from chorus.ops.lora.sgmv_tables import SgmvTables, TableSizes
 
 from ...processes import run_python
-from ..lora.test_sgmv_triton import LAYERS, SLAB_ELEMS, Case, _adapters
+from ..lora.test_sgmv_triton import LAYERS, SLAB_ELEMS, TABLE, Case, _adapters
 from .test_small_gemm_triton import TOLERANCE
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class World:
         sizes = TableSizes(
             table_rows=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
             scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=MAX_RANK), page_elems=page_elems,
-            slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)),
+            slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)), modules=TABLE,
         )  # fmt: skip
         self.tables = SgmvTables(sizes, device)
 

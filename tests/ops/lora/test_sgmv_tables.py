@@ -12,10 +12,7 @@ from chorus.ops.lora.sgmv_schedule import decode, prefill, token_limits
 from chorus.ops.lora.sgmv_tables import (
     BEGIN,
     END,
-    MAX_MODULES,
     MORE,
-    OFFSETS_B,
-    OFFSETS_WIDTH,
     PLACE_ROWS,
     RANK,
     SCALE,
@@ -29,15 +26,17 @@ from chorus.ops.lora.sgmv_tables import (
 from chorus.ops.lora.sgmv_tiles import count_tiles
 from chorus.perf.kernels.cost import expand_cost, shrink_cost
 
+MODULES = 19
+
 
 def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1), slab=48):
-    offsets = [16 * module if module in modules else -1 for module in range(MAX_MODULES)]
+    offsets = [16 * module if module in modules else -1 for module in range(MODULES)]
     return AdapterRows(list(pages), rank, 1 / rank, slab, offsets, offsets, list(first))
 
 
 def make_tables(**changes):
     sizes = {"table_rows": 2, "layers": 2, "max_pages": 3, "max_rank": 8, "max_tiles": 6, "scratch": 0}
-    sizes |= {"page_elems": 512, "slab_elems": 48}
+    sizes |= {"page_elems": 512, "slab_elems": 48, "modules": MODULES}
     return SgmvTables(TableSizes(**{**sizes, **changes}))
 
 
@@ -59,7 +58,7 @@ def test_segments_are_cut_into_tiles():
     table_row = table_rows[3]
     assert [tiles[3][column] for column in (RANK, SLAB)] == [2, 48]
     assert tables.tiles[3, SCALE].view(torch.float32) == 0.5
-    assert tables.offsets[table_row, [0, 1, OFFSETS_B, OFFSETS_B + 1]].tolist() == [0, -1, 0, -1]
+    assert tables.offsets[table_row, [0, 1, MODULES, MODULES + 1]].tolist() == [0, -1, 0, -1]
     assert tables.first_elem[table_row].tolist() == [7, -1]
     assert tables.pages[table_row, :2].tolist() == [3, 1]
 
@@ -314,8 +313,9 @@ def test_a_step_of_more_adapters_than_usual_is_sent_in_several_copies():
 
         return copy
 
-    many = SgmvTables(TableSizes(**sizes, page_elems=512, slab_elems=48, usual_rows=2, usual_tiles=4), "cpu", make_copy)
-    assert sum(room) < 6 * 4 * (many.first_elem.shape[1] * 2 + OFFSETS_WIDTH + 40 + many.places[0].numel()) / 2
+    room_of = TableSizes(**sizes, page_elems=512, slab_elems=48, modules=MODULES, usual_rows=2, usual_tiles=4)
+    many = SgmvTables(room_of, "cpu", make_copy)
+    assert sum(room) < 6 * 4 * (many.first_elem.shape[1] * 2 + 2 * MODULES + 40 + many.places[0].numel()) / 2
     rows = [make_rows(rank=rank, pages=range(rank, 3 * rank)) for rank in (1, 2, 3, 4, 5)]
     segments = make_segments(*((token, token + 1, rows[token % 5]) for token in range(10)))
     assert many.plan(segments, tile_tokens=1) == 10
@@ -326,5 +326,5 @@ def test_a_step_of_more_adapters_than_usual_is_sent_in_several_copies():
         assert torch.equal(getattr(many, name), getattr(whole, name)), name
     copies.clear()
     many.plan(make_segments((0, 1, make_rows(rank=6, pages=[7]))), tile_tokens=1)
-    record = 2 + 2 * 2 + OFFSETS_WIDTH + many.places[0].numel() + 1
+    record = 2 + 2 * 2 + 2 * MODULES + many.places[0].numel() + 1
     assert copies[0] == 4 * (record + record % 2)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from chorus.ops.lora.sgmv import AdapterRows, Segments
 from chorus.ops.lora.sgmv_schedule import Schedule, decode, prefill
-from chorus.ops.lora.sgmv_tables import MAX_MODULES, SgmvTables, TableSizes
+from chorus.ops.lora.sgmv_tables import SgmvTables, TableSizes
 
 from ...processes import run_python
 from .sgmv_ref import sgmv_ref
@@ -33,6 +33,8 @@ GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)), (32, (24, 12, 4, 4)))
 
 #: An adapter's most elements per rank-row.
 SLAB_ELEMS = 200
+TABLE = 18
+"""Modules of a table."""
 
 #: 16 bytes, more than any row, and as many as the records of places hold.
 PAGE_VECTORS = (1, 3, 5, 16, 64, 301)
@@ -187,7 +189,7 @@ def _part(
     rank: int, targets: Sequence[int], layers: Sequence[int], begin: int, d_in: int, widths: Sequence[int], vector: int
 ) -> tuple[AdapterRows, int]:
     """Rows from element `begin` on, without pages yet; and the element after them."""
-    offset, a_offset, b_offset = 0, [-1] * MAX_MODULES, [-1] * MAX_MODULES
+    offset, a_offset, b_offset = 0, [-1] * TABLE, [-1] * TABLE
     for module in targets:
         a_offset[module], b_offset[module] = offset, offset + -(-d_in // vector) * vector
         offset = b_offset[module] + -(-widths[module] // vector) * vector
@@ -210,8 +212,9 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 def make_tables(page_elems: int) -> SgmvTables:
     scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256, terms=2)
     sizes = TableSizes(
-        9, LAYERS, 1 << 15, max_rank=256, max_tiles=64, scratch=scratch, page_elems=page_elems, slab_elems=SLAB_ELEMS
-    )
+        9, LAYERS, 1 << 15, max_rank=256, max_tiles=64, scratch=scratch, page_elems=page_elems, slab_elems=SLAB_ELEMS,
+        modules=TABLE,
+    )  # fmt: skip
     return SgmvTables(sizes)
 
 

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**
 
 def tables_of(case: Case, table_rows: int = 16, tokens: int = 32) -> VectorTables:
     most = max((len(rows.pages) for rows in case.segments.rows), default=1)
-    return VectorTables(table_rows, LAYERS, most, tokens, itemsize=case.arena.itemsize)
+    return VectorTables(table_rows, LAYERS, most, tokens, modules=len(MODULES), itemsize=case.arena.itemsize)
 
 
 def check(case: Case, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ def test_compiles_for_a_gpu_that_is_not_there():
 
 def test_table_rows_are_kept_and_taken_from_those_unused():
     steps = [case for case in cases(6, 60, torch.float32) if len(case.segments.vectors) in (2, 3)][:6]
-    tables = VectorTables(4, LAYERS, 64, 32, itemsize=4)
+    tables = VectorTables(4, LAYERS, 64, 32, modules=len(MODULES), itemsize=4)
     for case in steps:
         tables.plan(case.segments)
         for index in case.segments.vectors:

@@ -9,11 +9,9 @@ import torch
 
 from chorus.core.model.moe.experts import ListedExperts, choose
 from chorus.core.model.specs.feed_forward import ClampedSwiglu, Experts, Routing, Scoring
-from chorus.ops.cpu.lora_offload import described
 from chorus.ops.library import native_library
-from chorus.ops.lora.sgmv import MAX_MODULES, AdapterRows, Segments
 from chorus.ops.moe.expert_gemms import Panels, pack
-from chorus.ops.moe.native_mixture import MixtureModules, NativeMixture, NativeMixtureLora
+from chorus.ops.moe.native_mixture import NativeMixture
 
 LEVELS = native_library.levels()
 HIDDEN = 32
@@ -150,27 +148,3 @@ def test_a_library_that_is_no_longer_in_use_is_missed(level, monkeypatch):
     monkeypatch.setenv(native_library.ISA, "none")
     with pytest.raises(RuntimeError, match="packed for the native library, which is no longer in use"):
         mixture.mix(made(2, HIDDEN, seed=0))
-
-
-def rows_of(offsets: dict[int, int], modules: int) -> AdapterRows:
-    own = [offsets.get(module, -1) for module in range(modules)]
-    return AdapterRows([0], 2, 1.0, 8, own, own, [0, 16], experts=(1, 3))
-
-
-def test_modules_of_mixtures_may_be_beyond_those_that_descriptors_have_room_for():
-    """A descriptor of a mixture's part has these alone, by their places among all modules of mixtures."""
-    ids = (MAX_MODULES - 1, MAX_MODULES, MAX_MODULES + 2)
-    rows = rows_of({ids[1]: 4, ids[2]: 6}, MAX_MODULES + 3)
-    with pytest.raises(ValueError, match=rf"an adapter has module {ids[2]}, but the native library has room for 16"):
-        described(rows)
-    segments = Segments()
-    segments.add(0, 3, rows)
-    lora = NativeMixtureLora(torch.zeros(1, 64), segments, ids)
-    assert (lora.description.segments.count, lora.description.layer, lora.description.targets) == (1, 0, None)
-    modules = MixtureModules((), (), (), (), gate_up=((ids[1], 0, 5), (ids[2], 5, 5)), down=((ids[0], 0, 7),))
-    targets = [
-        (each.count, [(own.module, own.column, own.width) for own in each.targets]) for each in modules.described(ids)
-    ]
-    assert targets == [(0, [(0, 0, 0)] * 2)] * 4 + [(2, [(1, 0, 5), (2, 5, 5)]), (1, [(0, 0, 7), (0, 0, 0)])]
-    of_layers, _ = described(rows_of({3: 4}, MAX_MODULES + 3))
-    assert list(of_layers.a_offset) == [-1] * 3 + [4] + [-1] * 12

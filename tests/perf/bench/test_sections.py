@@ -245,6 +245,12 @@ def test_families(context):
     assert all(row["share"] > 0 for row in values["rows"])
 
 
+def test_states_of_sequences_are_bytes_that_a_step_needs():
+    shape = SimpleNamespace(recurrent_shape=(4, 8, 16), conv_shape=(3, 32))
+    assert families.state_bytes(SimpleNamespace(recurrent=shape, num_recurrent_layers=5)) == 2 * 4 * 5 * (512 + 96)
+    assert families.state_bytes(SimpleNamespace(recurrent=None)) == 0
+
+
 def test_levels(context):
     values = run(context, "levels")
     level = native_library.levels()[0]

@@ -14,7 +14,7 @@ from chorus.server.api.chat_request import ChatBatch, ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.responses_request import ResponsesRequest
 from chorus.server.errors import ApiError
-from chorus.server.text.tokenizer import Conversation
+from chorus.server.text.conversation import Conversation
 
 pytestmark = pytest.mark.wide
 

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.executors import DaemonPool
+from chorus.server.text.conversation import Conversation
 from chorus.server.text.own_tokenizer import CalledTokenizer
 from chorus.server.text.spelt_specials import SpeltSpecials, new_mark
-from chorus.server.text.tokenizer import Conversation, Tokenizer
+from chorus.server.text.tokenizer import Tokenizer
 
 SHARED = Path(os.environ.get("CHORUS_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "tokenizers"
 """Directories with tokenizers of real models, where there are any."""

@@ -15,7 +15,8 @@ from chorus.core.requests.request_params import InvalidRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.errors import ApiError
 from chorus.server.executors import DaemonPool
-from chorus.server.text.tokenizer import THREAD_CHARACTERS, Conversation, Tokenizer
+from chorus.server.text.conversation import Conversation
+from chorus.server.text.tokenizer import THREAD_CHARACTERS, Tokenizer
 
 BOS = 256
 

@@ -15,7 +15,7 @@ from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, LaunchSize
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops.lora.sgmv_schedule import decode, prefill
-from chorus.ops.lora.sgmv_tables import BEGIN, END, OFFSETS_B, RANK, SCALE, TABLE_ROW
+from chorus.ops.lora.sgmv_tables import BEGIN, END, RANK, SCALE, TABLE_ROW
 from chorus.ops.lora.sgmv_tiles import MERGED_TERMS
 
 from ....tables import hybrid_table
@@ -232,7 +232,7 @@ class TestLayersOfTwoKinds:
         state.begin_bucket([self.resident(4)], [0], state.bucket(1))
         for row in range(3):
             offsets = state.tables.offsets[row].tolist()
-            names = {name for name in self.TABLE.names if offsets[OFFSETS_B + self.TABLE.id(name)] >= 0}
+            names = {name for name in self.TABLE.names if offsets[self.TABLE.num_own + self.TABLE.id(name)] >= 0}
             layers = [layer for layer, first in enumerate(state.tables.first_elem[row].tolist()) if first >= 0]
             assert layers and all(list(self.TABLE.layers_of(name)) == layers for name in names)
 

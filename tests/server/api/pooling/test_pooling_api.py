@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.server.settings import Settings
-from chorus.server.text.tokenizer import Conversation
+from chorus.server.text.conversation import Conversation
 
 from ....conftest import quiet
 from ...conftest import live_server
