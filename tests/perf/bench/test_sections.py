@@ -247,8 +247,9 @@ def test_families(context):
 
 def test_states_of_sequences_are_bytes_that_a_step_needs():
     shape = SimpleNamespace(recurrent_shape=(4, 8, 16), conv_shape=(3, 32))
-    assert families.state_bytes(SimpleNamespace(recurrent=shape, num_recurrent_layers=5)) == 2 * 4 * 5 * (512 + 96)
-    assert families.state_bytes(SimpleNamespace(recurrent=None)) == 0
+    hybrid: Any = SimpleNamespace(recurrent=shape, num_recurrent_layers=5)
+    dense: Any = SimpleNamespace(recurrent=None)
+    assert (families.state_bytes(hybrid), families.state_bytes(dense)) == (2 * 4 * 5 * (512 + 96), 0)
 
 
 def test_levels(context):
