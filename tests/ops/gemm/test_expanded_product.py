@@ -241,7 +241,7 @@ def test_refuses_modules_that_are_not_the_weights_and_more_rows_than_are_expande
     from chorus.ops.lora.sgmv_schedule import ExpandShape
     from chorus.ops.lora.sgmv_triton import Shrunk
 
-    shape = ExpandShape((0, 1), (16, 8), 1, 64, 2, 16, 1)
+    shape = ExpandShape((0, 1), (16, 8), 1, 64, 2, 16, 1, 2)
     with pytest.raises(ValueError, match=r"widths \(16, 8\) must add up to the weight's 32 rows"):
         multiply(torch.zeros(2, 8), torch.zeros(32, 8), shrunk=Shrunk(shape, None, ()))
     with pytest.raises(ValueError, match="adapters of 33 rows can't be expanded in a GEMM; at most 32 rows can"):

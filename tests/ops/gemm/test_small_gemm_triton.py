@@ -304,7 +304,7 @@ def test_the_sum_is_cut_by_the_weight_alone():
     """Whatever is joined to a product, its parts and their order are the same."""
     found: dict[int, set[tuple[int, ...]]] = {}
     for tokens, outputs in itertools.product((1, 16, 17, 64), (16, 4096, 128256)):
-        shape = ExpandShape((0,), (outputs,), 16, 1 << 20, 2, 16, 2)
+        shape = ExpandShape((0,), (outputs,), 16, 1 << 20, 2, 16, 2, 1)
         for silu, of in itertools.product((False, True), (None, shape)):
             schedule = gemm_schedule(outputs, tokens, expanded=of is not None)
             each = gemm_constants(schedule, 4096, outputs, silu=silu, shape=of)
