@@ -44,6 +44,8 @@ _UNITS = {
 SIZES = (
     "memory_bytes",
     "host_cache_bytes",
+    "kv_cache_disk_bytes",
+    "encoder_cache_bytes",
     "max_body_bytes",
     "max_held_body_bytes",
     "max_held_image_bytes",

@@ -171,7 +171,7 @@ class Options(TypedDict, total=False):
     """Directory for cached prefixes that leave host memory, and of earlier runs; several servers of one user may
     share it. It must be that user's alone (mode 700). Default: prefixes are not kept in files.
     """
-    kv_cache_disk_bytes: int | None
+    kv_cache_disk_bytes: int | str | None
     """Size limit of kv_cache_dir, for all servers that use it; what was used longest ago is removed."""
     async_scheduling: bool
     """On a GPU: launch the next step before the tokens of the current one are read; off while speculation is on,
@@ -215,7 +215,7 @@ class Options(TypedDict, total=False):
     """
     encoder_threads: int
     """Threads that encode images, beside those of steps and at a lower priority. Default: 1."""
-    encoder_cache_bytes: int
+    encoder_cache_bytes: int | str
     """Host memory for rows of encoded images and for the pixels of the one that is being encoded, evicted least
     recently used first. Requests that hold more than that keep others' images waiting. Default: 256MiB.
     """
