@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     """Maximum messages in a conversation. Default: 1024."""
     max_tools: int
     """Maximum tools in a request. Default: 128."""
-    max_tool_bytes: int
+    max_tool_bytes: int | str
     """Maximum bytes of a request's tools. Default: 262144."""
     max_stop_strings: int
     """Maximum stop strings. Default: 16."""
@@ -37,9 +37,9 @@ class Options(TypedDict, total=False):
     """Maximum entries of logit_bias, or of stop_token_ids. Default: 1024."""
     max_allowed_tokens: int
     """Maximum entries of allowed_token_ids. Default: 16384."""
-    max_grammar_bytes: int
+    max_grammar_bytes: int | str
     """Maximum bytes of a JSON schema, of choices or of another grammar. Default: 32768."""
-    max_pattern_bytes: int
+    max_pattern_bytes: int | str
     """Maximum bytes of regular expressions, or of rules, in a grammar; compile time grows with their square, to
     half a second. Default: 8192.
     """

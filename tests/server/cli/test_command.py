@@ -189,7 +189,7 @@ def test_sizes_have_units(text, size):
 
 
 def test_every_setting_in_bytes_takes_a_unit():
-    """The bounds of files of prefixes and of encoded images did not."""
+    """The bounds of files of prefixes, of encoded images and of grammars did not."""
     numbers = {name for name, field in Settings.model_fields.items() if field.annotation in (int, int | None)}
     assert {name for name in numbers if name.endswith("_bytes")} == set(SIZES)
 
