@@ -431,8 +431,11 @@ class Engine:
 
     def record_kv_events(self) -> KvEvents:
         """Record the blocks that enter and leave the prefix cache from now on. The cache must be empty."""
-        self.kv_events = self.prefix.listener = KvEvents(self.store)
-        return self.kv_events
+        keys = None if self.disk is None else self.disk.keys
+        events = self.kv_events = self.prefix.listener = KvEvents(self.store, keys=keys)
+        if self.disk is not None:
+            self.disk.tell(events)
+        return events
 
     def close(self) -> None:
         """Write cached prefixes to files, if there are to be any, and let go of everything."""

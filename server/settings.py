@@ -44,6 +44,11 @@ _UNITS = {
 SIZES = (
     "memory_bytes",
     "host_cache_bytes",
+    "kv_cache_disk_bytes",
+    "encoder_cache_bytes",
+    "max_grammar_bytes",
+    "max_pattern_bytes",
+    "max_tool_bytes",
     "max_body_bytes",
     "max_held_body_bytes",
     "max_held_image_bytes",

@@ -26,6 +26,7 @@ import shutil
 import stat
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -86,6 +87,10 @@ class BlockFolder:
         self._mutex = threading.Lock()
         self.known_bytes = 0
         """Bytes in the folder, as this process has seen them last."""
+        self.gone: Callable[[str], None] = lambda name: None
+        """Called with the name of a file that is not there, or no more, from any thread."""
+        self.num_files = Counter[tuple[str, str]]()
+        """Files by owner and identity, as this process has seen them last: the latter is what names begin with."""
         self.num_read_bytes = self.num_written_bytes = self.num_bad = self.num_failed = self.num_evicted = 0
         try:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
@@ -122,6 +127,7 @@ class BlockFolder:
         try:
             fd = self.files.open(path)
         except FileNotFoundError:
+            self.gone(file.key)
             return None
         except OSError as error:
             self._fail("opened", path, error)
@@ -170,10 +176,12 @@ class BlockFolder:
         self.num_read_bytes += status.st_size
         return SealedBlock(groups, num_state_pages, accepted, pages)
 
-    def write(self, file: BlockFile, block: SealedBlock, data: Sequence[memoryview]) -> bool:
+    def write(
+        self, file: BlockFile, block: SealedBlock, data: Sequence[memoryview], then: Callable[[], None] = lambda: None
+    ) -> bool:
         """Write a block's file, in place of the one that it may have; False if the disk refuses.
 
-        data: the bytes of its pages.
+        data: the bytes of its pages. then: called once the file is there, before anything can remove it.
         """
         size, new = self._size(len(data)), f"{self.root}/new/{secrets.token_hex(8)}"
         mask = sum(1 << group for group in block.groups)
@@ -200,6 +208,9 @@ class BlockFolder:
                 replaced = self._bytes_of(self._path(file))
                 self.files.rename(new, self._path(file))
                 self._count(-replaced)
+                if not replaced:
+                    self.num_files[_kind_of(self._path(file))] += 1
+                then()
         except OSError as error:
             self._fail("written", self._path(file), error)
             if fd >= 0:
@@ -228,6 +239,11 @@ class BlockFolder:
     def clear(self) -> int:
         """Remove all blocks; return how many."""
         return self._remove_all([entry.path for entry in self.files.entries(f"{self.root}/blocks")])
+
+    def tell_names(self, tell: Callable[[list[str]], None]) -> None:
+        """Call with the names of all files of blocks, before any of them can be removed. Raises OSError."""
+        with self.locked():
+            tell([entry.name for entry in self._walk(f"{self.root}/blocks")])
 
     @property
     def num_bytes(self) -> int:
@@ -265,6 +281,11 @@ class BlockFolder:
         except FileNotFoundError:
             return False
         self._count(-size)
+        if (kind := _kind_of(path)) in self.num_files:
+            self.num_files[kind] -= 1
+            if not self.num_files[kind]:
+                del self.num_files[kind]
+        self.gone(os.path.basename(path))
         return True
 
     # -- the bound
@@ -284,7 +305,9 @@ class BlockFolder:
         os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}".encode(), 0)
 
     def _recount(self) -> None:
-        self.known_bytes = total = sum(entry.stat(follow_symlinks=False).st_size for entry in self._all())
+        found = [(entry.path, entry.stat(follow_symlinks=False).st_size) for entry in self._all()]
+        self.num_files = Counter(_kind_of(path) for path, _ in found if path.startswith(f"{self.root}/blocks/"))
+        self.known_bytes = total = sum(size for _, size in found)
         os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}".encode(), 0)
 
     def _all(self) -> Iterator[os.DirEntry[str]]:
@@ -381,6 +404,12 @@ class BlockFolder:
     def _fail(self, done: str, path: str, error: OSError) -> None:
         self.num_failed += 1
         logger.warning("%s could not be %s: %s", path, done, error.strerror or error)
+
+
+def _kind_of(path: str) -> tuple[str, str]:
+    """A file's owner and identity."""
+    owner, _, name = path.rsplit("/", 3)[1:]
+    return owner, name.partition("-")[0]
 
 
 def _check(path: str, *, is_folder: bool) -> None:

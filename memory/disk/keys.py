@@ -45,6 +45,22 @@ class BlockKeys:
             _add(digest, name.encode())
             _add(digest, value.encode())
         self.identity = digest.digest()
+        self.mark = self.identity[:8].hex()
+        """What the names of files of this identity begin with, before a hyphen."""
+
+    def name_of(self, key: bytes) -> str:
+        """The name of a block's file, which says whose identity it is of."""
+        return f"{self.mark}-{key.hex()}"
+
+    def key_of(self, name: str) -> bytes | None:
+        """The key of the block that a file of this name has; None for a file of another identity."""
+        mark, _, key = name.partition("-")
+        if mark != self.mark:
+            return None
+        try:
+            return bytes.fromhex(key)
+        except ValueError:
+            return None
 
     def root(self, owner: str, scope: tuple[str, str]) -> bytes:
         """Before a prompt's first block. owner: an adapter's content hash, or `BASE`. scope: tenant and salt."""

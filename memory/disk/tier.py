@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.daemon_pool import DaemonPool
@@ -55,6 +56,26 @@ class Pool(Protocol):
 
     def shutdown(self) -> None:
         """Begin no further call."""
+        ...
+
+
+class FileEvents(Protocol):
+    """Is told which blocks are in files."""
+
+    def describe(self, block: Block) -> Any:
+        """Return what to tell of a block whose key is known; called on the engine's thread."""
+        ...
+
+    def in_file(self, about: Any) -> None:
+        """Record a block that is in a file from now on; any thread may call it."""
+        ...
+
+    def found(self, keys: Sequence[bytes]) -> None:
+        """Record blocks that were in files before; any thread may call it."""
+        ...
+
+    def gone(self, key: bytes) -> None:
+        """Record that a block is in no file; any thread may call it."""
         ...
 
 
@@ -120,7 +141,8 @@ class DiskTier:
     def __post_init__(self) -> None:
         self.use_pools(DaemonPool("kv-write", 1, 1 << 20), DaemonPool("kv-read", READERS, 64))
         self._lock = threading.Lock()
-        self._queue: deque[tuple[BlockFile, SealedBlock]] = deque()
+        self._queue: deque[tuple[BlockFile, SealedBlock, Callable[[], None]]] = deque()
+        self._events: FileEvents | None = None
         self._queued_bytes = 0
         self._writing: Future[None] | None = None
         self._removed: set[str] = set()
@@ -159,11 +181,11 @@ class DiskTier:
     def file_of(self, block: Block) -> BlockFile | None:
         """Where a block's file lies; None while its adapter's content hash is not known."""
         digest = self._digest(block)
-        version, scope = block.origin
+        version, scope = block.version, block.scope
         owner = self._owner(version)
         if digest is None or owner is None or not isinstance(scope, tuple):
             return None
-        return BlockFile(self._folder_of(version, owner), self.folder.tenant(scope[0]), digest.hex())
+        return BlockFile(self._folder_of(version, owner), self.folder.tenant(scope[0]), self.keys.name_of(digest))
 
     def _folder_of(self, version: int, owner: str) -> str:
         return BASE if version == BASE_VERSION else owner_name(owner, self.parts_of(version))
@@ -219,7 +241,7 @@ class DiskTier:
         if self._queued_bytes + size > most or (file := self.file_of(block)) is None:
             return False
         with self._lock:
-            self._queue.append((file, sealed))
+            self._queue.append((file, sealed, self._teller(block)))
             self._queued_bytes += size
             starts = self._writing is None or self._writing.done()
         if starts:
@@ -239,11 +261,15 @@ class DiskTier:
                 if not self._queue:
                     self._writing = None
                     return
-                file, sealed = self._queue.popleft()
+                file, sealed, tell = self._queue.popleft()
                 is_removed = any(is_of(file.owner, content) for content in self._removed)
             try:
-                if not is_removed and not self.folder.has(file, sealed):
-                    self.folder.write(file, sealed, [self.pages.bytes_of(image) for image in sealed.pages])
+                if is_removed:
+                    continue
+                if self.folder.has(file, sealed):
+                    tell()
+                else:
+                    self.folder.write(file, sealed, [self.pages.bytes_of(image) for image in sealed.pages], tell)
             except Exception:
                 logger.exception("a cached block was not written")
             finally:
@@ -267,7 +293,7 @@ class DiskTier:
     def clear(self) -> Future[int]:
         """Remove all blocks in the background."""
         with self._lock:
-            self._queued_bytes -= sum(len(sealed.pages) for _, sealed in self._queue) * self.page_bytes
+            self._queued_bytes -= sum(len(sealed.pages) for _, sealed, _ in self._queue) * self.page_bytes
             self._queue.clear()
         return self._writer.submit(self.folder.clear)
 
@@ -351,7 +377,7 @@ class DiskTier:
             else:
                 digest = self.keys.after(digest, run)
             acting = folder if changed_from < start + step else BASE
-            files.append(BlockFile(acting, tenant, digest.hex()))
+            files.append(BlockFile(acting, tenant, self.keys.name_of(digest)))
             runs.append(run)
         return files, runs
 
@@ -416,8 +442,49 @@ class DiskTier:
             job.has_ended = True
             return
         block.written = count + bool(found.num_state_pages)
+        if self._events is not None and self._digest(block) is not None:
+            self._teller(block)()
         job.parent = block
         self.num_hit_tokens += len(block.tokens)
+
+    # -- what is in files
+
+    def tell(self, events: FileEvents) -> Future[None] | None:
+        """Tell of the blocks that are in files, soon, and of all changes; those of other servers are noticed late.
+
+        Returns what waits for the former; None if there is no thread.
+        """
+        self._events = events
+        self.folder.gone = self._tell_gone
+        try:
+            return self._readers.submit(self._tell_found, events)
+        except Exception as error:
+            logger.warning("subscribers are not told which blocks are in files: %s", error)
+            return None
+
+    def _teller(self, block: Block) -> Callable[[], None]:
+        """Return what tells of a block, whose key is known, once it is in a file."""
+        return _nothing if self._events is None else partial(self._events.in_file, self._events.describe(block))
+
+    def _tell_gone(self, name: str) -> None:
+        if self._events is not None and (key := self.keys.key_of(name)) is not None:
+            self._events.gone(key)
+
+    def _tell_found(self, events: FileEvents) -> None:
+        """Runs on a reading thread."""
+        try:
+            self.folder.tell_names(
+                lambda names: events.found([key for name in names if (key := self.keys.key_of(name)) is not None])
+            )
+        except OSError as error:
+            logger.warning("subscribers are not told which blocks are in files: %s", error)
+
+    def num_blocks(self, version: int) -> int:
+        """Blocks of an adapter version, or of the base model, in files of this identity, as last seen."""
+        owner = self._owner(version)
+        if owner is None:
+            return 0
+        return self.folder.num_files.get((self._folder_of(version, owner), self.keys.mark), 0)
 
     # -- the end
 
@@ -466,6 +533,10 @@ class DiskTier:
                 continue
             if sealed is not None:
                 self._enqueue(block, sealed, 1 << 62)
+
+
+def _nothing() -> None:
+    """For subscribers that there are not."""
 
 
 def _all_of(block: Block, copy_out: Callable[[int], Any]) -> SealedBlock | None:

@@ -53,8 +53,10 @@ class Block:
         "number",
         "pages",
         "parent",
+        "scope",
         "tokens",
         "uses",
+        "version",
         "written",
     )
 
@@ -69,6 +71,12 @@ class Block:
         self.parent = parent
         self.branch = branch
         """Not None if an adapter begins to act in it, after tokens that it leaves to the base model."""
+        self.version = BASE_VERSION if parent is None else parent.version
+        """Of the adapter that its KV was computed with."""
+        if branch is not None:
+            self.version = branch.version
+        self.scope: Hashable = None if parent is None else parent.scope
+        """Who may use it."""
         self.number = number
         """By which events name it: no other block ever has it, unlike its pages."""
         self.tokens = tokens
@@ -104,17 +112,6 @@ class Block:
         full = [group for group in range(len(self.pages)) if group not in windowed]
         return bool(self.images) and all(group in self.images for group in full)
 
-    @property
-    def origin(self) -> tuple[int, Hashable]:
-        """The adapter version that its KV was computed with, and its scope."""
-        version, block = None, self
-        while block.parent is not None:
-            if version is None and block.branch is not None:
-                version = block.branch.version
-            block = block.parent
-        assert isinstance(block, Root)
-        return block.version if version is None else version, block.scope
-
 
 class WindowPages:
     """A block's pages in groups with a window: they may be evicted before the block's descendants."""
@@ -143,7 +140,7 @@ class KeptState:
 class Root(Block):
     """Root of the trie of one adapter version and one scope."""
 
-    __slots__ = ("scope", "version")
+    __slots__ = ()
 
     def __init__(self, version: int, scope: Hashable) -> None:
         super().__init__(None, (), (PagePool.DUMMY,), 0)

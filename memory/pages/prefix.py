@@ -13,6 +13,7 @@ so no choice of tokens reaches another scope's blocks.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from .block import (
@@ -74,6 +75,7 @@ class PrefixCache(BlocksBelow):
         self.tier: Tier | None = None
         """Where blocks go that lose their pages; None: nowhere."""
         self.listener: BlockListener | None = None
+        self.num_blocks = Counter[tuple[int, Medium]]()
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
 
@@ -254,9 +256,7 @@ class PrefixCache(BlocksBelow):
             block.in_windows = WindowPages(block)
             self._offer(parent)
         self._keep_pages(block, pages)
-        if self.listener is not None:
-            is_changed = changed_from < start + self._block_tokens
-            self.listener.stored(version if is_changed else BASE_VERSION, scope, block, Medium.POOL)
+        self.tell_stored(block, Medium.POOL)
         return block
 
     def _keep_pages(self, block: Block, pages: Sequence[int]) -> None:

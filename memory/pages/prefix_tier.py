@@ -6,6 +6,7 @@ Tests: tests/memory/transfers/test_cached_pages.py, tests/simulation
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -50,6 +51,8 @@ class BlocksBelow(ABC):
 
     tier: Tier | None
     listener: BlockListener | None
+    num_blocks: Counter[tuple[int, Medium]]
+    """Blocks by adapter version and medium."""
     _order: EvictionOrder
     _windowed: list[int]
 
@@ -168,12 +171,17 @@ class BlocksBelow(ABC):
         return True
 
     def tell_stored(self, block: Block, medium: Medium) -> None:
-        """Tell the listener that all of a block is in a medium."""
+        """Count a block that is in a medium from now on, and tell the listener."""
+        self.num_blocks[block.version, medium] += 1
         if self.listener is not None:
-            self.listener.stored(*block.origin, block, medium)
+            self.listener.stored(block.version, block.scope, block, medium)
 
     def tell_removed(self, block: Block, medium: Medium) -> None:
-        """Tell the listener that a block is no longer in a medium."""
+        """Count a block as no longer in a medium, and tell the listener."""
+        place = block.version, medium
+        self.num_blocks[place] -= 1
+        if not self.num_blocks[place]:
+            del self.num_blocks[place]
         if self.listener is not None:
             self.listener.removed(block.number, medium)
 

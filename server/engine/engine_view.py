@@ -17,6 +17,7 @@ from ...core.requests.request import RequestState
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.adapter_costs import AdapterCost
 from ...memory.adapters.versions import HasLabel, versioned
+from ...memory.pages.block import BASE_VERSION, Medium
 from ...memory.pages.pool import PageKind
 from .metric_families import label
 
@@ -167,6 +168,18 @@ pinned, label, paused. It is a plain tuple because thousands are made per second
 """
 
 
+class PrefixRow(NamedTuple):
+    """Tokens of cached prefixes of a version of an adapter ("": the base model), by where they are.
+
+    A block may be in several places at once.
+    """
+
+    name: str
+    pool: int
+    host: int
+    files: int
+
+
 class ReplicaRow(NamedTuple):
     """A replica of a cluster; stats is None before its first report."""
 
@@ -192,6 +205,8 @@ class Picture:
     """Adapters that are not served."""
     costs: Callable[[], Sequence[AdapterCost]] = list
     """See `EngineView`."""
+    prefixes: Callable[[], list[PrefixRow]] = list
+    """Makes rows of the models that have cached prefixes; call it on another thread than the engine's."""
 
     @classmethod
     def of(cls, engine: Engine) -> Picture:
@@ -210,9 +225,16 @@ class Picture:
         for request in scheduler.waiting:
             phases[request.adapter_name or "", request.tenant, Phase.WAITING] += 1
         holdings += (Holding(PageKind.ADAPTER, one.name, "", one.pages) for one in store.resident())
-        rows = partial(_rows, store, store.registered(), engine.adapters.paused)
-        aside = list(engine.adapters.quarantine.values())
-        return cls(rows, phases, engine.pool.kinds().tobytes(), holdings, quarantined=aside, costs=store.spent.so_far)
+        registered = store.registered()
+        return cls(
+            partial(_rows, store, registered, engine.adapters.paused),
+            phases,
+            engine.pool.kinds().tobytes(),
+            holdings,
+            quarantined=list(engine.adapters.quarantine.values()),
+            costs=store.spent.so_far,
+            prefixes=partial(_prefixes, engine, registered),
+        )
 
 
 def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused: Collection[str]) -> list[AdapterRow]:
@@ -231,3 +253,15 @@ def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused
         )
         for name, one in registered
     ]
+
+
+def _prefixes(engine: Engine, registered: Sequence[tuple[str, Adapter]]) -> list[PrefixRow]:
+    """Rows of models that have cached prefixes. It reads one entry after another, so no step has to wait for it."""
+    count, disk, step = engine.prefix.num_blocks, engine.disk, engine.block_tokens
+    found: list[PrefixRow] = []
+    for name, version in (("", BASE_VERSION), *((name, one.version) for name, one in registered)):
+        in_files = 0 if disk is None else disk.num_blocks(version)
+        places = count[version, Medium.POOL], count[version, Medium.HOST], in_files
+        if any(places):
+            found.append(PrefixRow(name, *(step * blocks for blocks in places)))
+    return found

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from ...core.kv_events import KvEvents, Removed, Stored
+from ...core.kv_events import Event as Recorded
+from ...core.kv_events import Found, Gone, InFile, KvEvents, Removed, Stored
+from ...memory.disk.keys import BASE, BlockKeys
 from ...memory.pages.block import Key, Medium
 from ..executors import Repeating
 
@@ -51,7 +53,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of the message that ends a replay."""
 
 MEDIUMS = {Medium.POOL: "GPU", Medium.HOST: "CPU", Medium.DISK: "STORAGE"}
-"""vLLM's words for where KV is. GPU: a step can use it: the page pool's, also on a CPU."""
+"""vLLM's words for where KV is. GPU: a step can use it: the page pool's, also on a CPU. STORAGE: files."""
 
 IMAGE_TOKENS = 1 << 31
 """Set in the numbers that stand for rows of images."""
@@ -59,27 +61,30 @@ IMAGE_TOKENS = 1 << 31
 Hash = int
 Event = dict[str, Any]
 
+_UNKNOWN = InFile(b"", None, (), None, 0)
+"""A block of which no more than its key is known."""
+
 
 class KvBatches:
-    """Converts the engine's events to vLLM's; a block's hash covers its parent's hash and its tokens.
+    """Converts the engine's events to vLLM's; a block's hash is the beginning of its key in files.
 
-    The hash of a prompt's first block covers the model, the adapter's content hash and the sharing scope instead of a
-    parent. That of the block in which an activated LoRA begins also covers adapter and token. So two servers give
-    the same block the same hash, and one server never gives different blocks the same hash.
+    So two servers give the same block the same hash, and one server never gives different blocks the same hash.
     """
 
-    def __init__(self, model: str, block_tokens: int) -> None:
-        self._model = model
+    def __init__(self, model: str, block_tokens: int, keys: BlockKeys | None = None) -> None:
+        """keys: those of the engine's files; None if it has none: then they cover the model's name."""
+        self._keys = BlockKeys({"model": model}) if keys is None else keys
         self._block_tokens = block_tokens
-        self._hashes: dict[int, Hash] = {}  # by number, of the published blocks
+        self._by_number: dict[int, bytes] = {}  # keys of the published blocks
+        self._in_files: dict[Hash, bool] = {}  # False: subscribers know no more than the hash
         self._mediums: dict[int, set[Medium]] = {}  # by number, of the published blocks
         self._num_blocks: Counter[tuple[Hash, Medium]] = Counter()
         # equal blocks of two versions with the same content have one hash
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._by_number)
 
-    def events(self, recorded: Iterable[Stored | Removed]) -> list[Event]:
+    def events(self, recorded: Iterable[Recorded]) -> list[Event]:
         """The events in order; consecutive stored blocks of one adapter in one medium, or blocks removed together, form
         one event.
         """
@@ -91,19 +96,31 @@ class KvBatches:
                     _add_removed(made, gone, MEDIUMS[event.medium])
                     last = None
                 continue
-            parent = None if event.parent is None else self._hashes.get(event.parent)
-            if parent is None and event.parent is not None:
-                continue  # the parent's event was lost, so this block's hash is unknown
-            digest = self._hashes[event.number] = self._hash(parent, event)
-            self._mediums.setdefault(event.number, set()).add(event.medium)
-            self._num_blocks[digest, event.medium] += 1
+            if not isinstance(event, Stored):
+                made += self._of_file(event)
+                last = None
+                continue
+            if (found := self._add(event)) is None:
+                continue  # the parent's event was lost, so this block's key is unknown
+            digest, parent = found
             if last is not None and (parent, event.medium) == last and event.changed_from is None:
                 made[-1]["block_hashes"].append(digest)
                 made[-1]["token_ids"].extend(map(_token, event.tokens))
             else:
-                made.append(self._stored(event, digest, parent))
+                made.append(self._stored(event, event.medium, digest, parent=parent))
             last = digest, event.medium
         return made
+
+    def _add(self, event: Stored) -> tuple[Hash, Hash | None] | None:
+        """Note a block; return its hash and its parent's, None if they are not known."""
+        before = None if event.parent is None else self._by_number.get(event.parent)
+        if before is None and event.parent is not None:
+            return None
+        key = self._by_number[event.number] = self._key(before, event)
+        digest = hash_of(key)
+        self._mediums.setdefault(event.number, set()).add(event.medium)
+        self._num_blocks[digest, event.medium] += 1
+        return digest, None if before is None else hash_of(before)
 
     def _forget(self, event: Removed) -> Hash | None:
         """Forget a block's medium; return its hash if no other block with this hash is there."""
@@ -112,42 +129,64 @@ class KvBatches:
         if medium not in mediums:
             return None
         mediums.discard(medium)
-        gone = self._hashes[number]
+        gone = hash_of(self._by_number[number])
         if not mediums:
-            del self._hashes[number], self._mediums[number]
+            del self._by_number[number], self._mediums[number]
         self._num_blocks[gone, medium] -= 1
         if self._num_blocks[gone, medium] > 0:
             return None
         del self._num_blocks[gone, medium]
         return gone
 
-    def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
+    def _of_file(self, event: InFile | Found | Gone) -> list[Event]:
+        """What subscribers don't know yet; of blocks that were found no more than the hashes, as vLLM's offloading."""
+        if isinstance(event, Gone):
+            gone = hash_of(event.key)
+            if self._in_files.pop(gone, None) is None:
+                return []
+            return [{"type": "BlockRemoved", "block_hashes": [gone], "medium": MEDIUMS[Medium.DISK]}]
+        if isinstance(event, Found):
+            hashes = [each for each in map(hash_of, event.keys) if each not in self._in_files]
+            self._in_files.update(dict.fromkeys(hashes, False))
+            return [self._stored(_UNKNOWN, Medium.DISK, *hashes)] if hashes else []
+        digest, parent = hash_of(event.key), None if event.parent is None else hash_of(event.parent)
+        if self._in_files.get(digest):
+            return []
+        self._in_files[digest] = True
+        return [self._stored(event, Medium.DISK, digest, parent=parent)]
+
+    def _stored(self, event: Stored | InFile, medium: Medium, *hashes: Hash, parent: Hash | None = None) -> Event:
         return {
             "type": "BlockStored",
-            "block_hashes": [digest],
+            "block_hashes": list(hashes),
             "parent_block_hash": parent,
             "token_ids": list(map(_token, event.tokens)),
             "block_size": self._block_tokens,
             "lora_id": event.version or None,
-            "medium": MEDIUMS[event.medium],
+            "medium": MEDIUMS[medium],
             "lora_name": event.adapter,
         }
 
     def clear(self) -> list[Event]:
         """The event that clears a subscriber's blocks; clears this object's, too."""
-        self._hashes.clear()
+        self._by_number.clear()
+        self._in_files.clear()
         self._mediums.clear()
         self._num_blocks.clear()
         return [{"type": "AllBlocksCleared"}]
 
-    def _hash(self, parent: Hash | None, event: Stored) -> Hash:
-        if parent is not None:
-            start = parent.to_bytes(8, "big")
-        else:
-            start = repr((self._model, event.content_hash, event.scope)).encode()
-        if event.changed_from is not None:
-            start += repr((event.content_hash, event.changed_from)).encode()
-        return int.from_bytes(hashlib.sha256(start + repr(event.tokens).encode()).digest()[:8], "big")
+    def _key(self, parent: bytes | None, event: Stored) -> bytes:
+        owner, changed_from = event.content_hash or BASE, event.changed_from
+        if parent is None:
+            parent = self._keys.root(owner if changed_from is None else BASE, event.scope)
+        if changed_from is None:
+            return self._keys.after(parent, event.tokens)
+        return self._keys.after(parent, event.tokens, owner, changed_from)
+
+
+def hash_of(key: bytes) -> Hash:
+    """The number by which subscribers know a block."""
+    return int.from_bytes(key[:8], "big")
 
 
 def _token(key: Key) -> int:
@@ -250,7 +289,7 @@ def kv_publisher_of(worker: Backend, settings: Settings) -> KvPublisher | None:
     if settings.kv_events_endpoint is None:
         return None
     events, block_tokens = worker.record_kv_events().result()
-    batches = KvBatches(settings.base_name, block_tokens)
+    batches = KvBatches(settings.base_name, block_tokens, events.keys)
     return KvPublisher(
         events, batches, settings.kv_events_endpoint, settings.kv_events_replay_endpoint, settings.kv_events_topic
     )

@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     """Maximum messages in a conversation. Default: 1024."""
     max_tools: int
     """Maximum tools in a request. Default: 128."""
-    max_tool_bytes: int
+    max_tool_bytes: int | str
     """Maximum bytes of a request's tools. Default: 262144."""
     max_stop_strings: int
     """Maximum stop strings. Default: 16."""
@@ -37,9 +37,9 @@ class Options(TypedDict, total=False):
     """Maximum entries of logit_bias, or of stop_token_ids. Default: 1024."""
     max_allowed_tokens: int
     """Maximum entries of allowed_token_ids. Default: 16384."""
-    max_grammar_bytes: int
+    max_grammar_bytes: int | str
     """Maximum bytes of a JSON schema, of choices or of another grammar. Default: 32768."""
-    max_pattern_bytes: int
+    max_pattern_bytes: int | str
     """Maximum bytes of regular expressions, or of rules, in a grammar; compile time grows with their square, to
     half a second. Default: 8192.
     """
@@ -171,7 +171,7 @@ class Options(TypedDict, total=False):
     """Directory for cached prefixes that leave host memory, and of earlier runs; several servers of one user may
     share it. It must be that user's alone (mode 700). Default: prefixes are not kept in files.
     """
-    kv_cache_disk_bytes: int | None
+    kv_cache_disk_bytes: int | str | None
     """Size limit of kv_cache_dir, for all servers that use it; what was used longest ago is removed."""
     async_scheduling: bool
     """On a GPU: launch the next step before the tokens of the current one are read; off while speculation is on,
@@ -215,7 +215,7 @@ class Options(TypedDict, total=False):
     """
     encoder_threads: int
     """Threads that encode images, beside those of steps and at a lower priority. Default: 1."""
-    encoder_cache_bytes: int
+    encoder_cache_bytes: int | str
     """Host memory for rows of encoded images and for the pixels of the one that is being encoded, evicted least
     recently used first. Requests that hold more than that keep others' images waiting. Default: 256MiB.
     """

@@ -119,6 +119,7 @@ class Frames:
             "adapters": {row[0]: row for row in picture.adapters()},
             "requests": pairs(picture.phases),
             "quarantined": {one.name: (one.name, self._hide(one.reason)) for one in picture.quarantined},
+            "prefixes": {one.name: one for one in picture.prefixes()},
         }
         if self._used is not None:
             tables |= self._used(picture.costs())

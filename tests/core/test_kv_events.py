@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from chorus.core.kv_events import KvEvents, Stored
+from chorus.core.kv_events import Found, Gone, InFile, KvEvents, Stored
 from chorus.memory.files.identity import with_content
 from chorus.memory.pages.block import Medium
 
@@ -19,11 +22,14 @@ def gqa(subject):
 
 
 class Mirror:
-    """Follows events: a block's tokens from the prompt's beginning, and its adapter, by its number and place."""
+    """Follows events: a block's tokens from the prompt's beginning, and its adapter, by its number and place; tokens
+    of blocks in files by their keys, None while they are not known.
+    """
 
     def __init__(self, events):
         self.events = events
         self.blocks = {}
+        self.files = {}
 
     def follow(self):
         events, lost = self.events.drain()
@@ -33,6 +39,12 @@ class Mirror:
                 before = () if event.parent is None else self._tokens(event.parent)
                 assert (event.number, event.medium) not in self.blocks
                 self.blocks[event.number, event.medium] = (event.adapter, before + event.tokens)
+            elif isinstance(event, InFile):
+                self.files[event.key] = event.tokens
+            elif isinstance(event, Found):
+                self.files = dict.fromkeys(event.keys) | self.files
+            elif isinstance(event, Gone):
+                self.files.pop(event.key, None)
             else:
                 del self.blocks[event]
         return lost
@@ -77,6 +89,97 @@ def know_contents(engine):
     """Give the engine its adapters' content hashes, which the server computes in the background."""
     for adapter in engine.store.versions():
         engine.store.note(adapter, with_content(adapter.manifest))
+
+
+@pytest.fixture
+def with_files(gqa, drive, tmp_path):
+    """`with_files(**config)`: an engine over one folder, and the mirror of its events."""
+
+    def make(**config):
+        few = {name: gqa.adapters[name] for name in ("r2-qv", "r1-all")}
+        files = {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk_bytes": 1 << 24}
+        driver = drive(gqa, adapters=few, **{"block_tokens": 4, "max_model_len": 128, **files, **config})
+        know_contents(driver.engine)
+        driver.engine.costs.host_prefix_page = driver.engine.costs.disk_prefix_page = 0.0
+        driver.engine.disk.is_coming = lambda job: not job.has_ended  # however slow this machine is
+        return driver, Mirror(driver.engine.record_kv_events())
+
+    return make
+
+
+def keys_in(engine):
+    """Keys of the blocks in an engine's folder."""
+    names = [path.name for path in Path(engine.disk.folder.root, "blocks").rglob("*") if path.is_file()]
+    return {engine.disk.keys.key_of(name) for name in names}
+
+
+def until(mirror, is_true):
+    """Follow events, which come from other threads, until something is true."""
+    end = time.monotonic() + 20
+    while not is_true():
+        assert not mirror.follow()
+        assert time.monotonic() < end
+
+
+def test_events_tell_which_blocks_are_in_files(with_files):
+    driver, mirror = with_files()
+    engine = driver.engine
+    for adapter in (None, "r2-qv"):
+        driver.run(f"of {adapter}", adapter, PROMPT, max_tokens=2)
+    engine.reclaimer.reclaim_all()
+    engine.disk.wait()
+    assert not mirror.follow()
+    assert mirror.files.keys() == keys_in(engine) and len(mirror.files) == 2 * (len(PROMPT) // 4)
+    assert set(mirror.files.values()) == {tuple((PROMPT * 2)[at : at + 4]) for at in range(0, len(PROMPT) - 3, 4)}
+    content = engine.store.get("r2-qv").manifest.content_hash
+    engine.disk.remove_owner(content).result()
+    assert not mirror.follow()
+    assert mirror.files.keys() == keys_in(engine) and len(mirror.files) == len(PROMPT) // 4
+    engine.reset_prefix_cache(tiers=[Medium.DISK])
+    engine.disk.wait()
+    assert not mirror.follow() and mirror.files == {}
+
+
+def test_a_folder_that_is_full_tells_what_leaves_it(with_files):
+    driver, mirror = with_files()
+    driver.engine.disk.folder.capacity_bytes = 1 << 17
+    for number in range(6):
+        driver.run(str(number), None, [*PROMPT[number:], number], max_tokens=2)
+        driver.engine.reclaimer.reclaim_all()
+        driver.engine.disk.wait()
+    assert not mirror.follow() and driver.engine.disk.folder.num_evicted > 0
+    assert mirror.files.keys() == keys_in(driver.engine) != set()
+
+
+def test_an_engine_that_begins_with_files_tells_of_them(with_files):
+    first, _ = with_files()
+    first.run("a", "r2-qv", PROMPT, max_tokens=2)
+    first.engine.disk.close(first.engine.host.copy_of)
+    written = keys_in(first.engine)
+    second, mirror = with_files()
+    until(mirror, lambda: mirror.files.keys() == written)
+    assert set(mirror.files.values()) == {None}
+    second.run("b", "r2-qv", PROMPT, max_tokens=2)
+    assert not mirror.follow()
+    read = {key: tokens for key, tokens in mirror.files.items() if tokens is not None}
+    assert len(read) == (len(PROMPT) - 1) // 4, "what is read is told of with its tokens"
+    other, mirror = with_files(block_tokens=8)
+    other.engine.disk.tell(mirror.events).result()
+    assert not mirror.follow() and mirror.files == {}, "files of another identity are of no use to it"
+
+
+def test_a_file_that_another_server_removed_is_noticed_when_it_is_looked_for(with_files):
+    first, _ = with_files()
+    first.run("a", None, PROMPT, max_tokens=2)
+    first.engine.disk.close(first.engine.host.copy_of)
+    second, mirror = with_files()
+    until(mirror, lambda: len(mirror.files) > 0)
+    folder = second.engine.disk.folder
+    for path in [path for path in Path(folder.root, "blocks").rglob("*") if path.is_file()]:
+        path.unlink()
+    count = len(mirror.files)
+    second.run("b", None, PROMPT, max_tokens=2)
+    until(mirror, lambda: len(mirror.files) == count - 1)
 
 
 def test_without_a_listener_nothing_is_recorded(gqa, drive):

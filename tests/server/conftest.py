@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,8 @@ class FakeEngine:
         self.adapters = SimpleNamespace(quarantine={}, paused=set())
         self.modes = None
         self.pool = PagePool(101)
+        self.prefix = SimpleNamespace(num_blocks=Counter())
+        self.disk = None
         self.samples = StepSamples()
         self.gate = threading.Event()
         self.gate.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from chorus.core.engine import Engine
-from chorus.memory.pages.block import BASE_VERSION, Block
+from chorus.memory.pages.block import BASE_VERSION, Block, Medium
 from chorus.memory.pages.pool import PageKind
 
 from .asked import Violation, promise
@@ -24,7 +24,8 @@ class CheckedBlocks:
         prefix, pool, dtype = self.engine.prefix, self.engine.pool, self.engine.config.dtype
         contents = {each.version: content_of(each) for each in self.engine.store.versions()}
         contents[BASE_VERSION] = content_of(None)
-        pages, num_cached = set[int](), 0
+        pages, num_cached, places = set[int](), 0, Counter[tuple[int, Medium]]()
+        windowed = [group for group, window in enumerate(self.executor.layout.group_windows) if window is not None]
         for root in prefix.roots():
             promise(root.version in contents, "blocks of a version that is gone")
             stack = [(child, kv_before(contents[root.version], dtype)) for child in root.children.values()]
@@ -39,8 +40,11 @@ class CheckedBlocks:
                     begin = branched((before or [last])[-1], contents[branch.version])
                     want = before + kv_behind(begin, block.tokens[branch.changed_from :])
                 num_cached += self._check_block(block, root.version, want, pages)
+                places[block.version, Medium.POOL] += block.is_resident
+                places[block.version, Medium.HOST] += block.has_images(windowed)
                 stack += [(child, want[-1]) for child in block.children.values()]
-        promise(len(prefix) == len(pages), "the cache counts other blocks than it has")
+        promise(len(prefix) == len(pages), "the cache counts other pages than it has")
+        promise(prefix.num_blocks == +places, "the cache counts other blocks than it has")
         promise(pool.count(PageKind.CACHED) == num_cached, "a cached page of no known block")
 
     def _check_block(self, block: Block, version: int, want: list[int], pages: set[int]) -> int:

@@ -23,7 +23,7 @@ const BASE = "";
 
 const data = {
   owners: new Uint32Array(0), named: new Map(), adapters: new Map(), requests: new Map(), quarantined: new Map(),
-  models: new Map(), tenants: new Map(), replicas: [], points: [],
+  models: new Map(), tenants: new Map(), prefixes: new Map(), replicas: [], points: [],
   failed: [0, 0],
   stats: null, model: "", watchers: 0, version: "",
 };
@@ -257,6 +257,7 @@ function takeSnapshot(event) {
   data.quarantined.clear();
   data.models.clear();
   data.tenants.clear();
+  data.prefixes.clear();
   lock(null);
   const loads = new Map([...data.adapters].map(([name, one]) => [name, one.load]));
   data.adapters.clear();
@@ -299,7 +300,7 @@ function takeRows(event) {
   for (const name of event.gone_quarantined || []) data.quarantined.delete(name);
   for (const row of event.requests || []) data.requests.set(`${row[0]}\0${row[1]}`, row);
   for (const [adapter, tenant] of event.gone_requests || []) data.requests.delete(`${adapter}\0${tenant}`);
-  for (const table of ["models", "tenants"]) {
+  for (const table of ["models", "tenants", "prefixes"]) {
     for (const row of event[table] || []) data[table].set(row[0], row);
     for (const name of event[`gone_${table}`] || []) data[table].delete(name);
   }
@@ -937,7 +938,7 @@ $("load-form").addEventListener("submit", async (event) => {
   if (await change(question, `${name} is loaded.`, "v1/adapters", options)) $("load-form").reset();
 });
 
-// --- what adapters and tenants have used ---
+// --- what adapters and tenants have used, and where cached prefixes are ---
 
 const USED = [ // label, at in a row, how it is written, title
   ["Requests", 1, count, "ended choices"], ["Errors", 2, count, "choices that ended with an error"],
@@ -950,14 +951,21 @@ const USED_BY = {
   models: [...USED, ["Weights", 10, count, "pages of weights times the seconds that they were held"],
     ["Load", 11, seconds, "mean time of a load"]],
   tenants: [...USED, ["Budget left", 10, count, "tokens that its key may use now"]],
+  prefixes: [
+    ["In the pool", 1, count, "tokens of cached prefixes that a step can use"],
+    ["In host memory", 2, count, "tokens of cached prefixes that are copied back when a prompt begins with them"],
+    ["In files", 3, count, "tokens of cached prefixes that are read when a prompt begins with them"],
+  ],
 };
+const NONE_USED = { models: "Nothing has been used yet.", tenants: "Nothing has been used yet.", prefixes: "No prefix is cached." };
+const usedName = (row) => (used.by === "prefixes" ? modelName(row[0]) : row[0] || "(no tenant)");
 const MAX_USED_ROWS = 200;
 const used = { by: "models", sort: 5, down: true, search: "" };
 
 function drawUsage() {
   const columns = [["Name", 0, String, ""], ...USED_BY[used.by]];
   const table = data[used.by];
-  const found = [...table.values()].filter((row) => !used.search || row[0].toLowerCase().includes(used.search));
+  const found = [...table.values()].filter((row) => !used.search || usedName(row).toLowerCase().includes(used.search));
   const sign = used.down ? -1 : 1;
   found.sort((one, two) => {
     const [left, right] = [one[used.sort] ?? -1, two[used.sort] ?? -1];
@@ -986,12 +994,12 @@ function drawUsage() {
   fill($("usage"), shown, () => make("tr"), (line, row) => {
     fill(line, columns, () => make("td"), (cell, [, at, write]) => {
       cell.className = at ? "n" : "";
-      if (!at) cell.title = row[0];
-      setText(cell, row[at] === null || row[at] === undefined ? "–" : at ? write(row[at]) : row[0] || "(no tenant)");
+      if (!at) cell.title = usedName(row);
+      setText(cell, row[at] === null || row[at] === undefined ? "–" : at ? write(row[at]) : usedName(row));
     });
   });
   const more = found.length > shown.length ? `the first ${count(shown.length)} of ${count(found.length)}; sort or search for others` : "";
-  setText($("usage-note"), !table.size ? "Nothing has been used yet." : more && `These are ${more}.`);
+  setText($("usage-note"), !table.size ? NONE_USED[used.by] : more && `These are ${more}.`);
 }
 
 for (const input of document.querySelectorAll("#usage-by input")) {

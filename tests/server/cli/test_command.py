@@ -18,7 +18,7 @@ from chorus.core.executors import choice
 from chorus.server.cli import command as cli
 from chorus.server.cli.command import main
 from chorus.server.engine.worker import EngineWorker
-from chorus.server.settings import Settings
+from chorus.server.settings import SIZES, Settings
 from chorus.server.start import launch
 from chorus.server.start.checks import LaunchError, check_model
 from chorus.server.start.flags import Parser, UsageError, add_settings, read_settings
@@ -186,6 +186,12 @@ def test_adapters_named_on_the_command_line(tmp_path, monkeypatch, model_dir):
 )
 def test_sizes_have_units(text, size):
     assert parse("--memory-bytes", text).memory_bytes == size
+
+
+def test_every_setting_in_bytes_takes_a_unit():
+    """The bounds of files of prefixes, of encoded images and of grammars did not."""
+    numbers = {name for name, field in Settings.model_fields.items() if field.annotation in (int, int | None)}
+    assert {name for name in numbers if name.endswith("_bytes")} == set(SIZES)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "GiB", "1XB", "1e9", "9" * 30])

@@ -8,7 +8,7 @@ from chorus.server.engine.kv_publisher import IMAGE_TOKENS, KvBatches
 
 
 def stored(*tokens: Key) -> dict:
-    (event,) = KvBatches("m", 2).events([Stored(1, None, tokens, None, 0, None, None)])
+    (event,) = KvBatches("m", 2).events([Stored(1, None, tokens, None, 0, None, ("", ""))])
     return event
 
 

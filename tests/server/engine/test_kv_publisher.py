@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 
-from chorus.core.kv_events import KvEvents, Removed, Stored
+from chorus.core.kv_events import Found, Gone, InFile, KvEvents, Removed, Stored
+from chorus.memory.disk.keys import BlockKeys
 from chorus.memory.pages.block import Medium
 from chorus.server.cluster.cluster_worker import ClusterWorker
 from chorus.server.engine.kv_publisher import END, KvBatches, KvPublisher, is_local, kv_publisher_of
@@ -106,6 +107,53 @@ def test_a_child_in_host_memory_has_its_parent_s_hash_from_the_pool():
     assert (event["parent_block_hash"], event["medium"]) == (parent, "CPU")
 
 
+KEYS = BlockKeys({"model": "base", "dtype": "bfloat16"})
+FIRST = KEYS.after(KEYS.root("base", ("", "")), (1, 2))
+SECOND = KEYS.after(FIRST, (3, 4))
+
+
+def test_a_block_in_a_file_has_the_hash_that_it_has_in_the_pool():
+    made = KvBatches("base", 2, KEYS)
+    (pool,) = made.events([stored(5), stored(6, 5, (3, 4))])
+    told = InFile(SECOND, FIRST, (3, 4), None, 0)
+    of_file, removed = made.events([told, told, Gone(FIRST), Gone(SECOND), Gone(SECOND)])
+    assert of_file == {
+        "type": "BlockStored",
+        "block_hashes": pool["block_hashes"][1:],
+        "parent_block_hash": pool["block_hashes"][0],
+        "token_ids": [3, 4],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "STORAGE",
+        "lora_name": None,
+    }, "it is told of once, and what was not told of is not removed"
+    assert removed == {"type": "BlockRemoved", "block_hashes": pool["block_hashes"][1:], "medium": "STORAGE"}
+
+
+def test_blocks_of_adapters_have_the_keys_of_their_files():
+    """Also where an adapter begins to act after blocks of the base model."""
+    made = KvBatches("base", 2, KEYS)
+    (alices,) = made.events([stored(5, **ALICE)])
+    changed = KEYS.after(FIRST, (3, 4), "c0", 1)
+    _, later = made.events([stored(6), stored(7, 6, (3, 4), **ALICE)._replace(changed_from=1)])
+    for event, key in ((alices, KEYS.after(KEYS.root("c0", ("", "")), (1, 2))), (later, changed)):
+        (told,) = made.events([InFile(key, None, (1, 2), "alice", 9)])
+        assert told["block_hashes"] == event["block_hashes"] and told["lora_name"] == "alice"
+
+
+def test_files_that_were_there_before_are_told_of_by_hash_and_in_full_once_they_are_read():
+    """vLLM's offloading tells of blocks without their tokens, too; llm-d adds the tier to the hashes that it knows."""
+    made = KvBatches("base", 2, KEYS)
+    (found,) = made.events([Found((FIRST, SECOND))])
+    (pool,) = KvBatches("base", 2, KEYS).events([stored(5), stored(6, 5, (3, 4))])
+    assert (found["block_hashes"], found["token_ids"]) == (pool["block_hashes"], [])
+    assert (found["parent_block_hash"], found["medium"], found["block_size"]) == (None, "STORAGE", 2)
+    (read,) = made.events([InFile(FIRST, None, (1, 2), None, 0), Found((FIRST, SECOND))])
+    assert (read["block_hashes"], read["token_ids"]) == (pool["block_hashes"][:1], [1, 2])
+    made.clear()
+    assert made.events([Gone(FIRST), Gone(SECOND)]) == [], "subscribers have cleared all"
+
+
 def test_a_block_that_two_versions_of_the_same_content_have_is_removed_with_the_last():
     made = batches()
     (event,) = made.events([stored(5, **ALICE)])
@@ -189,6 +237,35 @@ def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish)
     for request in ((b"", b"12345"), (b"12345678",), (b"x", b"12345678"), (b"", b"", b"12345678")):
         asker.send_multipart(request)
     assert sorted(replayed(asker, 1)) == [1], "what is no request is left out"
+
+
+def test_blocks_in_files_are_told_of_to_subscribers(events, publish):
+    """What a thread of the disk tier records is on the wire as vLLM's `BlockStored`, `BlockRemoved`."""
+    _, asker = publish()
+    batches_until(asker, 1)
+    events.found([FIRST, SECOND])
+    events.in_file(InFile(SECOND, FIRST, (3, 4), "alice", 9))
+    events.gone(SECOND)
+    told = []
+    while len(told) < 3:
+        told = [event for _, batch, _ in list(replayed(asker, 1).values()) for event in batch]
+    assert [(each["type"], each["medium"], len(each["block_hashes"])) for each in told] == [
+        ("BlockStored", "STORAGE", 2),
+        ("BlockStored", "STORAGE", 1),
+        ("BlockRemoved", "STORAGE", 1),
+    ]
+    assert (told[1]["token_ids"], told[1]["lora_name"], told[1]["lora_id"]) == ([3, 4], "alice", 9)
+
+
+def test_more_files_than_may_wait_are_a_loss(events):
+    """The limit is 4, and a thread of the disk tier never waits."""
+    for _ in range(6):
+        events.gone(FIRST)
+    told, lost = events.drain()
+    assert len(told) == 4 and lost and events.num_dropped == 2
+    events.found([FIRST] * 3000)
+    told, lost = events.drain()
+    assert [len(each.keys) for each in told] == [1024, 1024, 952] and not lost
 
 
 def test_after_a_loss_subscribers_begin_anew(events, publish):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.memory.adapters.adapter import Tier
+from chorus.memory.pages.block import Medium
 from chorus.memory.pages.pool import PageKind
 from chorus.perf.bench.schedule_time import FakeExecutor
 from chorus.perf.inline_reads import InlineReads
-from chorus.server.engine.engine_view import Phase, Picture
+from chorus.server.engine.engine_view import Phase, Picture, PrefixRow
 
 
 @pytest.fixture
@@ -79,3 +81,19 @@ def test_a_snapshot_is_not_changed_by_later_steps(engine):
     for _ in range(40):
         engine.step()
     assert [list(holding.pages) for holding in picture.holdings] == pages and picture.kinds == kinds
+
+
+def test_rows_of_prefixes_tell_where_they_are(engine):
+    """In tokens; host memory and files are counted by what an engine with such tiers has."""
+    for name, adapter in (("1", "a"), ("2", "a"), ("3", None)):
+        add(engine, name, adapter, "acme")
+        while engine.has_work():
+            engine.step()
+    block, versions = engine.block_tokens, {name: engine.store.get(name).version for name in "abc"}
+    picture = Picture.of(engine)
+    pool = {name: engine.prefix.num_blocks[version, Medium.POOL] for name, version in (("", 0), ("a", versions["a"]))}
+    assert picture.prefixes() == [PrefixRow("", block * pool[""], 0, 0), PrefixRow("a", block * pool["a"], 0, 0)]
+    assert min(pool.values()) >= 2
+    engine.prefix.num_blocks[versions["b"], Medium.HOST] = 3
+    engine.disk = SimpleNamespace(num_blocks=lambda version: 5 if version == versions["c"] else 0)
+    assert picture.prefixes()[2:] == [PrefixRow("b", 0, 3 * block, 0), PrefixRow("c", 0, 0, 5 * block)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
 from chorus.server.cluster.cluster_view import NOTHING
-from chorus.server.engine.engine_view import Holding, Phase, Picture, ReplicaRow
+from chorus.server.engine.engine_view import Holding, Phase, Picture, PrefixRow, ReplicaRow
 from chorus.server.ui import frames
 from chorus.server.ui.frames import Frames, changes, pairs, runs
 
@@ -123,6 +123,15 @@ def test_what_has_not_changed_is_not_sent():
     second, everything = encoder.encode(picture, NOTHING, {}, None)
     assert b"snapshot" in first and not everything
     assert set(json.loads(second.split(b"data: ")[1])) == {"stats", "replicas"}
+
+
+def test_prefixes_are_rows_and_then_only_those_that_changed():
+    encoder, rows = Frames(), [PrefixRow("", 64, 0, 0), PrefixRow("a", 32, 48, 80), PrefixRow("b", 0, 16, 0)]
+    first, _ = encoder.encode(Picture(prefixes=lambda: rows), NOTHING, {}, None)
+    assert json.loads(first.split(b"data: ")[1])["prefixes"] == [["", 64, 0, 0], ["a", 32, 48, 80], ["b", 0, 16, 0]]
+    second, _ = encoder.encode(Picture(prefixes=lambda: [rows[0], PrefixRow("a", 0, 48, 80)]), NOTHING, {}, None)
+    body = json.loads(second.split(b"data: ")[1])
+    assert (body["prefixes"], body["gone_prefixes"]) == ([["a", 0, 48, 80]], ["b"])
 
 
 def test_another_number_of_pages_is_a_new_snapshot():

@@ -14,7 +14,7 @@ import pytest
 from chorus.core.quarantine import Quarantined
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
-from chorus.server.engine.engine_view import Holding, Phase, Picture
+from chorus.server.engine.engine_view import Holding, Phase, Picture, PrefixRow
 from chorus.server.engine.request_metrics import Ended
 from chorus.server.ui import watchers
 
@@ -85,7 +85,17 @@ class Scene:
         holdings = [Holding(*key, pages) for key, pages in self.pages.items()]
         done = Future()
         aside = [Quarantined("broken/" + "long" * 30, Path("/x"), f"{HOSTILE}: lora_A has {'many' * 60} columns")]
-        done.set_result(Picture(lambda: adapters, phases, bytes(self.kinds), holdings, quarantined=aside))
+        prefixes = [PrefixRow("", 64, 0, 0), PrefixRow(NAMES[3], 32, 4800, 80_000)]
+        done.set_result(
+            Picture(
+                lambda: adapters,
+                phases,
+                bytes(self.kinds),
+                holdings,
+                quarantined=aside,
+                prefixes=lambda: prefixes,
+            )
+        )
         return done
 
 
@@ -166,6 +176,20 @@ def test_light_and_dark_narrow_and_wide(browser, large, tmp_path):
     assert browser.run("return document.documentElement.dataset.theme") == "light", (
         "chosen, whatever the system prefers"
     )
+    assert not browser.problems()
+
+
+def test_the_page_tells_where_the_prefixes_of_an_adapter_are(browser, large):
+    opened(browser, large)
+    drawn(browser)
+    browser.run("document.querySelector('#usage-by input[value=prefixes]').click()")
+    browser.wait("return document.querySelectorAll('#usage tr').length === 2")
+    cells = "return [...document.querySelectorAll('#usage td')].map((one) => one.textContent)"
+    assert browser.run(cells) == [NAMES[3], "32", "4,800", "80,000", "base (base)", "64", "0", "0"]
+    heads = "return [...document.querySelectorAll('#usage-columns th')].map((one) => one.textContent)"
+    assert browser.run(heads) == ["Name", "In the pool", "In host memory", "In files ↓"]
+    browser.fill("#usage-search", "none such")
+    browser.wait("return document.querySelectorAll('#usage tr').length === 0")
     assert not browser.problems()
 
 
