@@ -143,11 +143,11 @@ class GenerationBuilder:
         await self.require(caller, asked.model, asked.lora_path)
         model = self.worker.model
         found = await self.images.prepared(images, model, caller.tenant, getattr(asked, "mm_processor_kwargs", None))
-        texts, placeholder = tuple(image.text for image in found), self.images.placeholder()
-        conversation = replace(conversation, placeholder=placeholder, image_texts=texts)
+        texts = tuple(image.text for image in found)
+        conversation = replace(conversation, places=self.images.places(), image_texts=texts)
         tokens = await tokenizer.encode_chat(conversation, most)
         assert model.image_token is not None, "the model sees"
-        return tokens, items_of(tokens, found, model.image_token)
+        return tokens, items_of(tokens, found, model.image_token, model.image_marks)
 
     async def _number(self, caller: Caller, asked: GenerationRequest) -> None:
         """Name the adapters that a request gives by numbers. Raises an ApiError for one that the caller may not use,

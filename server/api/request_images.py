@@ -27,6 +27,7 @@ from .image_parts import ImageFile, ImageUrl
 
 if TYPE_CHECKING:
     from ...core.executors.base import ModelInfo
+    from ...core.media.places import ImagePlaces
     from ...core.media.processor import ImageProcessor
 
 THREADS = 1
@@ -114,9 +115,9 @@ class RequestImages:
             held.take(len(image.data))
         return await self._threads.run(self._prepare, name, image, settings)
 
-    def placeholder(self) -> str:
-        """The text at images' places in a prompt."""
-        return self._processor_now().placeholder
+    def places(self) -> ImagePlaces:
+        """How images are written in a prompt."""
+        return self._processor_now().places
 
     def _prepare(self, name: str, file: ImageFile, settings: Mapping[str, Any]) -> ImageText:
         key = hashlib.blake2b(file.data, digest_size=20).digest() + json.dumps(settings, sort_keys=True).encode()
@@ -144,10 +145,15 @@ class RequestImages:
             return self._processor
 
 
-def items_of(tokens: Sequence[int], images: Sequence[ImageText], placeholder: int) -> tuple[MediaItem, ...]:
-    """The images of a prompt, at their places among its tokens. Raises InvalidRequest if they don't fit."""
+def items_of(
+    tokens: Sequence[int], images: Sequence[ImageText], placeholder: int, marks: Sequence[int] = ()
+) -> tuple[MediaItem, ...]:
+    """The images of a prompt, at their places among its tokens. marks: see `placed`.
+
+    Raises InvalidRequest if they don't fit.
+    """
     try:
-        runs = placed(tokens, placeholder, [image.num_rows for image in images])
+        runs = placed(tokens, placeholder, [image.num_rows for image in images], marks)
     except ValueError as error:
         raise InvalidRequest("messages", f"messages: {error}; the chat template or a text has placeholders") from None
     return tuple(
