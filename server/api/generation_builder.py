@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -51,6 +51,15 @@ MARK_TOKENS = 32
 
 THREAD_BODY = 16 << 10
 """Bytes of a request's body above which a thread parses it."""
+
+
+class AsksAModel(Protocol):
+    """A request's fields that say which model or adapter it is for."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def lora_path(self) -> str | None: ...
 
 
 @dataclass(slots=True)
@@ -126,13 +135,11 @@ class GenerationBuilder:
             tokens, items = await self.encode_chat(caller, asked, tokenizer, one, most)
             prompts.append(cut := asked.cut(tokens, context))
             media.append(items)
-            if items and len(cut) < len(tokens):
-                what = "truncate_prompt_tokens"
-                raise InvalidRequest(what, f"{what} would cut a prompt with images; send fewer messages or images")
+            check_whole(tokens, cut, items)
         return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer, media=media)
 
     async def encode_chat(
-        self, caller: Caller, asked: GenerationRequest, tokenizer: Tokenizer, conversation: Conversation, most: int
+        self, caller: Caller, asked: AsksAModel, tokenizer: Tokenizer, conversation: Conversation, most: int
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """The tokens of a conversation's prompt, at most `most`, and its images. Nothing of an image is decoded before
         the caller may use the model.
@@ -345,6 +352,13 @@ class GenerationBuilder:
                 message = asked.explained(str(error)) if name == "tools" else str(error)
                 raise InvalidRequest(name, f"{name} can't be enforced: {message}") from None
         return grammar
+
+
+def check_whole(tokens: Sequence[int], kept: Sequence[int], media: Sequence[MediaItem]) -> None:
+    """Raise InvalidRequest if a prompt with images was cut."""
+    if media and len(kept) < len(tokens):
+        what = "truncate_prompt_tokens"
+        raise InvalidRequest(what, f"{what} would cut a prompt with images; send fewer messages or images")
 
 
 def _doubled(tokenizer: Tokenizer, prompt: str | list[int], tokens: list[int]) -> str | None:

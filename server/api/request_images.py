@@ -65,7 +65,7 @@ class RequestImages:
     files: SharedLimit = field(default_factory=lambda: SharedLimit("bytes of images"))
     """Limits the bytes of files that requests hold."""
     fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
-    _threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS))
+    threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS, initializer=_apart))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _processor: ImageProcessor | None = None
     _known: OrderedDict[bytes, ImageText] = field(default_factory=OrderedDict)  # by the hash of a file's bytes
@@ -88,7 +88,7 @@ class RequestImages:
         if len(images) > most:
             name = images[most][0]
             raise InvalidRequest(name, f"{name} is image {most + 1}, at most {most} are taken in a request; send fewer")
-        room, settings = Room(self.most_bytes), await self._threads.run(self._checked, asked or {})
+        room, settings = Room(self.most_bytes), await self.threads.run(self._checked, asked or {})
         held = Held(self.files, tenant)
         try:
             held.take(sum(len(image.data) for _, image in images if isinstance(image, ImageFile)))
@@ -113,7 +113,7 @@ class RequestImages:
             except BadImage as error:
                 raise InvalidRequest(name, f"{name}: the image {error}") from None
             held.take(len(image.data))
-        return await self._threads.run(self._prepare, name, image, settings)
+        return await self.threads.run(self._prepare, name, image, settings)
 
     def places(self) -> ImagePlaces:
         """How images are written in a prompt."""
@@ -143,6 +143,13 @@ class RequestImages:
 
                 self._processor = ImageProcessor(self.directory, self.max_tokens)
             return self._processor
+
+
+def _apart() -> None:
+    """Let steps of an engine in this process go first."""
+    from ...core.media.apart import work_apart  # torch: with the first image alone
+
+    work_apart(1)
 
 
 def items_of(
