@@ -77,11 +77,14 @@ class Servable:
             raise InvalidRequest(
                 "messages", f"the request has {len(media)} images, and this model is served with {model.most_images}"
             )
-        placeholders = request.token_ids[: request.num_prompt_tokens].count(model.image_token or -1)
-        if placeholders != sum(item.num_rows for item in media):
+        own = [-1 if model.image_token is None else model.image_token, *model.image_marks]
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        counts = {token: prompt.count(token) for token in own}
+        if sum(counts.values()) != sum(item.num_rows for item in media):
+            token = max(own, key=lambda each: counts[each])
             raise InvalidRequest(
                 "prompt",
-                f"token {model.image_token} stands for a part of an image, and the prompt has it without one; leave "
+                f"token {token} stands for a part of an image, and the prompt has it without one; leave "
                 "it out, and send images as content parts of messages",
             )
         bound = request.bound

@@ -76,6 +76,8 @@ class ModelInfo:
     """Why images are refused; None: they are served."""
     image_token: int | None = field(default=None, compare=False)
     """The token at images' positions, where they are served."""
+    image_marks: tuple[int, ...] = field(default=(), compare=False)
+    """See `ModelConfig`."""
     image_blocks: Blocks | None = field(default=None, compare=False)
     """Which positions of a prompt with images see each other, where images are served."""
     most_images: int | None = field(default=None, compare=False)
@@ -267,6 +269,7 @@ class ModelExecutor(ExecutorBase):
             limits=EngineLimits(config.max_num_seqs, config.max_num_batched_tokens, self._max_lora_rank(config)),
             why_blind=blind,
             image_token=None if blind else model.image_token,
+            image_marks=() if blind else model.image_marks,
             image_blocks=None if blind else model.image_blocks,
             most_images=None if model.vision is None else model.vision.most_images,
         )

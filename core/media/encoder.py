@@ -9,7 +9,6 @@ Tests: tests/core/media/test_encoder.py, tests/core/media/test_served_images.py
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ import torch
 
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..requests.media import MediaItem
+from .apart import work_apart
 from .images import BadImage
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NICE = 10
 _MEMORY_CHECK_SECONDS = 0.02
 
 RowsKey = tuple[str, str, str, str]
@@ -143,8 +142,7 @@ class ImageEncoder:
     # --- its own thread ---
 
     def _run(self) -> None:
-        _lower_priority()
-        torch.set_num_threads(self._threads)
+        work_apart(self._threads)
         while self._turn():
             pass
 
@@ -264,11 +262,3 @@ class ImageEncoder:
                 del gone
             else:
                 time.sleep(_MEMORY_CHECK_SECONDS)
-
-
-def _lower_priority() -> None:
-    """Let steps go first: on Linux a priority is a thread's own, and that of the threads that it starts."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-    except (OSError, AttributeError):
-        logger.debug("the encoder of images runs at the usual priority")

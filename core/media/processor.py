@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..model.read_config import read_model_config
 from .images import BACKEND, BadImage, open_image
+from .places import ImagePlaces
 from .settings import ImageSettings, TokenLimit
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Prepared:
     """See `MediaItem.grid`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """See `MediaItem.settings`."""
+    marks: tuple[int, ...] = ()
+    """For each row the number of the mark that it is, or -1; empty where marks are no rows: see `VisionSpec`."""
 
 
 class ImageProcessor:
@@ -52,23 +56,27 @@ class ImageProcessor:
         import PIL
         import torchvision  # pyright: ignore[reportMissingImports]  # only with the extra `vision`
         import transformers
-        from transformers import AutoImageProcessor, AutoProcessor
+        from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
 
         # By its own class: a processor of all of a model's inputs may bring another backend.
         self._images: Any = AutoImageProcessor.from_pretrained(directory, backend=BACKEND, local_files_only=True)
         self._text: Any = AutoProcessor.from_pretrained(directory, local_files_only=True)
         # What resizes is fixed above; the other one knows with which arguments the model wants it.
         self._text.image_processor = self._images
-        self.placeholder: str = getattr(self._text, "image_placeholder_token", self._text.image_token)
+        has_texts = type(self._text).replace_image_token is not ProcessorMixin.replace_image_token
         model = read_model_config(directory)
-        self._row: str = self._text.tokenizer.convert_ids_to_tokens(model.image_token)
+        rows = self._text.tokenizer.convert_ids_to_tokens([model.image_token, *model.image_marks])
+        self._rows = {token: number for number, token in enumerate(rows, -1)}
         # Not public, and the only call that gives an image's tensors with the text that stands for it.
-        self._prepare: Any = self._text._process_images  # noqa: SLF001
+        self._prepare: Any = self._text._process_images if has_texts else self._prepare_alone  # noqa: SLF001
+        self.places = self._places_of_images(has_texts)
         self._arguments = self._arguments_of_model()
         vision = model.vision
         self._least_rows = 1 if vision is None else vision.least_rows
         self._grid_name = "" if vision is None else vision.grid
         self.settings = ImageSettings.of(self._images)
+        if not has_texts:  # which follow no setting
+            self.settings.switches = ()
         self._limit = None if max_tokens is None else TokenLimit(max_tokens, self.settings, self.count)
         settings = {
             "class": type(self._images).__name__,
@@ -133,13 +141,29 @@ class ImageProcessor:
         except Exception as error:  # processors raise what they like about sizes that they don't take
             reason = " ".join(str(error).split())[:200]
             raise BadImage(f"of {size} pixels is refused by the model's image processor: {reason}") from None
-        num_rows = text.count(self._row)
+        marks = tuple(self._rows[each] for each in re.findall("|".join(map(re.escape, self._rows)), text))
+        num_rows = len(marks)
         if num_rows < self._least_rows:
             least = self._least_rows
             raise BadImage(
                 f"of {size} pixels makes {num_rows} tokens, and at least {least} are needed; send a larger one"
             )
-        return Prepared(self.digest(image, settings), text, num_rows, dict(found), self.grid(found, num_rows), settings)
+        grid, digest = self.grid(found, num_rows), self.digest(image, settings)
+        return Prepared(digest, text, num_rows, dict(found), grid, settings, marks if len(self._rows) > 1 else ())
+
+    def _places_of_images(self, has_texts: bool) -> ImagePlaces:
+        """How images are written in a prompt. has_texts: the processor has a text of each image by itself."""
+        text = self._text
+        placeholder = getattr(text, "image_placeholder_token", text.image_token)
+        is_numbered = getattr(self._images, "use_image_id", False)
+        number = (text.image_id_start_token, text.image_id_end_token) if is_numbered else None
+        return ImagePlaces(placeholder, number, "" if has_texts else text.fake_image_token)
+
+    def _prepare_alone(self, images: list[Any], **arguments: Any) -> tuple[Any, list[str]]:
+        """The same of a processor that only writes whole prompts: an image's text is that of a prompt of it alone."""
+        tokens = self._text.tokenizer
+        (ids,) = self._text(text=[self._text.image_token], add_special_tokens=False)["input_ids"]
+        return self._images(images, **arguments), ["".join(tokens.convert_ids_to_tokens(ids))]
 
     def grid(self, found: Mapping[str, Any], num_rows: int) -> tuple[int, ...]:
         """Rows of an image by time, height and width, where the model's positions have these axes."""

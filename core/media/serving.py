@@ -124,7 +124,7 @@ class CheckpointRows:
         return read_changes(bound.manifest)
 
     def encode(self, prepared: Prepared, changes: TowerChanges | None) -> torch.Tensor:
-        rows = self._tower.encode(prepared.tensors, changes)
+        rows = self._tower.encode(prepared.tensors, changes, prepared.marks)
         return rows if self._factor == 1.0 else rows * self._factor
 
 

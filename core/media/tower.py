@@ -40,9 +40,14 @@ class Tower:
             self._adaptable |= {f"{name}.{path}" if path else name: each for path, each in inner.items()}
         self._matrices = {each.rpartition(".")[0]: each for each in spec.matrices}
 
-    def encode(self, tensors: Mapping[str, torch.Tensor], changes: TowerChanges | None = None) -> torch.Tensor:
+    def encode(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        changes: TowerChanges | None = None,
+        marks: Sequence[int] = (),
+    ) -> torch.Tensor:
         """The rows `[rows, parts · hidden]` of one image, in host memory: see `MediaRows`. tensors: of the image
-        processor. changes: an adapter's.
+        processor. changes: an adapter's. marks: see `Prepared`.
 
         On a GPU it runs on a stream of its own, beside steps.
         """
@@ -51,7 +56,7 @@ class Tower:
         beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), beside, self._changed(changes):
             found = self._base.get_image_features(**{name: value.to(self._device) for name, value in given.items()})
-            return rows_of(found, self._spec).cpu()
+            return rows_of(found, self._spec, marks).cpu()
 
     @contextmanager
     def _changed(self, changes: TowerChanges | None) -> Iterator[None]:
@@ -78,8 +83,10 @@ class Tower:
                 own[name].data = value
 
 
-def rows_of(found: Any, spec: VisionSpec) -> torch.Tensor:
-    """Rows `[rows, parts · hidden]` of what `get_image_features` returns: see `MediaRows`."""
+def rows_of(found: Any, spec: VisionSpec, marks: Sequence[int] = ()) -> torch.Tensor:
+    """Rows `[rows, parts · hidden]` of what `get_image_features` returns: see `MediaRows`. marks: see `Prepared`."""
+    if spec.marks:
+        return _with_marks(_rows(found.pooler_output), found.visual_indicator_features, torch.tensor(marks))
     if not spec.has_layers:
         parts = [found.pooler_output, *(found.deepstack_features if spec.additions else ())]
         return torch.cat([_rows(each) for each in parts], 1)
@@ -87,6 +94,15 @@ def rows_of(found: Any, spec: VisionSpec) -> torch.Tensor:
     first = by_layer.pop(0, None)
     added = [by_layer[layer] for layer in sorted(by_layer)]
     return torch.cat([torch.zeros_like(added[0]) if first is None else first, *added], 1)
+
+
+def _with_marks(rows: torch.Tensor, of_marks: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """An image's rows, with those of marks between them. of_marks: a row for each mark."""
+    found = of_marks[marks.clamp(min=0)]
+    if len(rows) != int((marks < 0).sum()):
+        raise RuntimeError(f"the tower gives {len(rows)} rows, the text has {int((marks < 0).sum())} places")
+    found[marks < 0] = rows
+    return found
 
 
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

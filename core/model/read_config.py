@@ -65,6 +65,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         vision=family.vision,
         why_text_alone=family.why_text_alone,
         image_token=_image_token(raw, family.vision),
+        image_marks=_image_marks(raw, family.vision),
         media_layers=_media_layers(raw, family.vision),
         image_blocks=_blocks(text, family.vision),
         image_lookup=text.integer("pad_token_id", 0, least=0) if family.vision and family.vision.pads_lookups else None,
@@ -78,6 +79,13 @@ def _image_token(raw: ConfigJson, vision: VisionSpec | None) -> int | None:
         return None
     named = (raw.optional(name) for name in TOKEN_FIELDS)
     return next((token for token in named if token is not None), vision.token)
+
+
+def _image_marks(raw: ConfigJson, vision: VisionSpec | None) -> tuple[int, ...]:
+    """See `VisionSpec.marks`."""
+    if vision is None or not vision.marks:
+        return ()
+    return raw.indices("visual_indicator_token_ids") or vision.marks
 
 
 def _read(family: Family, fields: ConfigJson) -> ModelConfig:

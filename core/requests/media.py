@@ -7,7 +7,7 @@ Tests: tests/core/media/test_items.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -83,12 +83,14 @@ def keys_of(tokens: Sequence[int], media: Sequence[MediaItem], begin: int, scope
     return found
 
 
-def placed(tokens: Sequence[int], placeholder: int, rows: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+def placed(
+    tokens: Sequence[int], placeholder: int, rows: Sequence[int], marks: Collection[int] = ()
+) -> list[tuple[tuple[int, int], ...]]:
     """The runs of images with so many rows each, which are all the placeholders among the tokens, in order.
 
-    Raises ValueError if there are more or fewer placeholders than rows.
+    marks: further tokens that stand for rows. Raises ValueError if there are more or fewer placeholders than rows.
     """
-    places = [position for position, token in enumerate(tokens) if token == placeholder]
+    places = [position for position, token in enumerate(tokens) if token == placeholder or token in marks]
     if len(places) != sum(rows):
         raise ValueError(f"the prompt has {len(places)} places of images, and the images have {sum(rows)} rows")
     ends = list(accumulate(rows, initial=0))

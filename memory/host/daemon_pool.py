@@ -17,6 +17,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -282,3 +283,11 @@ def ask_for_short_slices() -> bool:
     size, other, nice = 48, os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0)
     attributes = struct.pack("=IIQiIQQQ", size, other, 0, nice, 0, _SLICE_NS, 0, 0)
     return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
+
+
+def stand_back(nice: int) -> None:
+    """Run the calling thread at a lower priority, if the system allows it: on Linux a priority is a thread's own, and
+    that of the threads that it starts.
+    """
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -52,6 +52,15 @@ MARK_TOKENS = 32
 
 THREAD_BODY = 16 << 10
 """Bytes of a request's body above which a thread parses it."""
+
+
+class AsksAModel(Protocol):
+    """A request's fields that say which model or adapter it is for."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def lora_path(self) -> str | None: ...
 
 
 @dataclass(slots=True)
@@ -127,13 +136,11 @@ class GenerationBuilder:
             tokens, items = await self.encode_chat(caller, asked, tokenizer, one, most)
             prompts.append(cut := asked.cut(tokens, context))
             media.append(items)
-            if items and len(cut) < len(tokens):
-                what = "truncate_prompt_tokens"
-                raise InvalidRequest(what, f"{what} would cut a prompt with images; send fewer messages or images")
+            check_whole(tokens, cut, items)
         return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer, media=media)
 
     async def encode_chat(
-        self, caller: Caller, asked: GenerationRequest, tokenizer: Tokenizer, conversation: Conversation, most: int
+        self, caller: Caller, asked: AsksAModel, tokenizer: Tokenizer, conversation: Conversation, most: int
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """The tokens of a conversation's prompt, at most `most`, and its images. Nothing of an image is decoded before
         the caller may use the model.
@@ -144,11 +151,11 @@ class GenerationBuilder:
         await self.require(caller, asked.model, asked.lora_path)
         model = self.worker.model
         found = await self.images.prepared(images, model, caller.tenant, getattr(asked, "mm_processor_kwargs", None))
-        texts, placeholder = tuple(image.text for image in found), self.images.placeholder()
-        conversation = replace(conversation, placeholder=placeholder, image_texts=texts)
+        texts = tuple(image.text for image in found)
+        conversation = replace(conversation, places=self.images.places(), image_texts=texts)
         tokens = await tokenizer.encode_chat(conversation, most)
         assert model.image_token is not None, "the model sees"
-        return tokens, items_of(tokens, found, model.image_token)
+        return tokens, items_of(tokens, found, model.image_token, model.image_marks)
 
     async def _number(self, caller: Caller, asked: GenerationRequest) -> None:
         """Name the adapters that a request gives by numbers. Raises an ApiError for one that the caller may not use,
@@ -346,6 +353,13 @@ class GenerationBuilder:
                 message = asked.explained(str(error)) if name == "tools" else str(error)
                 raise InvalidRequest(name, f"{name} can't be enforced: {message}") from None
         return grammar
+
+
+def check_whole(tokens: Sequence[int], kept: Sequence[int], media: Sequence[MediaItem]) -> None:
+    """Raise InvalidRequest if a prompt with images was cut."""
+    if media and len(kept) < len(tokens):
+        what = "truncate_prompt_tokens"
+        raise InvalidRequest(what, f"{what} would cut a prompt with images; send fewer messages or images")
 
 
 def _doubled(tokenizer: Tokenizer, prompt: str | list[int], tokens: list[int]) -> str | None:

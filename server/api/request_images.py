@@ -27,6 +27,7 @@ from .image_parts import ImageFile, ImageUrl
 
 if TYPE_CHECKING:
     from ...core.executors.base import ModelInfo
+    from ...core.media.places import ImagePlaces
     from ...core.media.processor import ImageProcessor
 
 THREADS = 1
@@ -64,7 +65,7 @@ class RequestImages:
     files: SharedLimit = field(default_factory=lambda: SharedLimit("bytes of images"))
     """Limits the bytes of files that requests hold."""
     fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
-    _threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS))
+    threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS, initializer=_apart))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _processor: ImageProcessor | None = None
     _known: OrderedDict[bytes, ImageText] = field(default_factory=OrderedDict)  # by the hash of a file's bytes
@@ -87,7 +88,7 @@ class RequestImages:
         if len(images) > most:
             name = images[most][0]
             raise InvalidRequest(name, f"{name} is image {most + 1}, at most {most} are taken in a request; send fewer")
-        room, settings = Room(self.most_bytes), await self._threads.run(self._checked, asked or {})
+        room, settings = Room(self.most_bytes), await self.threads.run(self._checked, asked or {})
         held = Held(self.files, tenant)
         try:
             held.take(sum(len(image.data) for _, image in images if isinstance(image, ImageFile)))
@@ -112,11 +113,11 @@ class RequestImages:
             except BadImage as error:
                 raise InvalidRequest(name, f"{name}: the image {error}") from None
             held.take(len(image.data))
-        return await self._threads.run(self._prepare, name, image, settings)
+        return await self.threads.run(self._prepare, name, image, settings)
 
-    def placeholder(self) -> str:
-        """The text at images' places in a prompt."""
-        return self._processor_now().placeholder
+    def places(self) -> ImagePlaces:
+        """How images are written in a prompt."""
+        return self._processor_now().places
 
     def _prepare(self, name: str, file: ImageFile, settings: Mapping[str, Any]) -> ImageText:
         key = hashlib.blake2b(file.data, digest_size=20).digest() + json.dumps(settings, sort_keys=True).encode()
@@ -144,10 +145,22 @@ class RequestImages:
             return self._processor
 
 
-def items_of(tokens: Sequence[int], images: Sequence[ImageText], placeholder: int) -> tuple[MediaItem, ...]:
-    """The images of a prompt, at their places among its tokens. Raises InvalidRequest if they don't fit."""
+def _apart() -> None:
+    """Let steps of an engine in this process go first."""
+    from ...core.media.apart import work_apart  # torch: with the first image alone
+
+    work_apart(1)
+
+
+def items_of(
+    tokens: Sequence[int], images: Sequence[ImageText], placeholder: int, marks: Sequence[int] = ()
+) -> tuple[MediaItem, ...]:
+    """The images of a prompt, at their places among its tokens. marks: see `placed`.
+
+    Raises InvalidRequest if they don't fit.
+    """
     try:
-        runs = placed(tokens, placeholder, [image.num_rows for image in images])
+        runs = placed(tokens, placeholder, [image.num_rows for image in images], marks)
     except ValueError as error:
         raise InvalidRequest("messages", f"messages: {error}; the chat template or a text has placeholders") from None
     return tuple(

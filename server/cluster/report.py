@@ -147,8 +147,9 @@ class Hello(Told):
     kv_folder: str = ""
     """Equal for replicas that find each other's cached prefixes in files; empty without such a folder."""
     why_blind: str | None = "its replicas are of an earlier version"
-    """See `ModelInfo`, as of the next three."""
+    """See `ModelInfo`, as of the next four."""
     image_token: int | None = None
+    image_marks: tuple[int, ...] = ()
     image_blocks: Blocks | None = None
     most_images: int | None = None
 
@@ -161,6 +162,7 @@ class Hello(Told):
             limits=self.limits,
             why_blind=self.why_blind,
             image_token=self.image_token,
+            image_marks=tuple(self.image_marks),
             image_blocks=self.image_blocks,
             most_images=self.most_images,
         )
@@ -183,6 +185,7 @@ class Hello(Told):
             kv_folder="" if engine.disk is None else engine.disk.shared_name,
             why_blind=engine.model.why_blind,
             image_token=engine.model.image_token,
+            image_marks=engine.model.image_marks,
             image_blocks=engine.model.image_blocks,
             most_images=engine.model.most_images,
         )

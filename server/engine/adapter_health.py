@@ -6,11 +6,8 @@ Tests: tests/server/engine/test_adapter_health.py, tests/server/api/adapters/tes
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ...core.quarantine import Quarantined, Stamp, is_as_registered, report, report_contents, stamp_of
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.identity import with_content
-from ...memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
+from ...memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices, stand_back
 from ...memory.host.image import HostImage
 from ..errors import EngineUnavailable
 from ..executors import Repeating
@@ -199,8 +196,7 @@ class AdapterHealthChecker(Repeating):
 def _stand_back() -> None:
     """Run the thread at the lowest priority."""
     ask_for_short_slices()
-    with suppress(OSError, AttributeError):  # if the priority can't be changed, it stays
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    stand_back(19)
 
 
 def _stamps_of(quarantined: list[Quarantined]) -> list[Stamp]:

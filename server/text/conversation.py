@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.requests.request_params import InvalidRequest
+
+if TYPE_CHECKING:
+    from ...core.media.places import ImagePlaces
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of the API's messages; a model's chat template may support others."""
@@ -53,10 +56,10 @@ class Conversation:
     """The template's own variables, such as `enable_thinking`."""
     add_special_tokens: bool = False
     """The tokenizer adds its special tokens to the template's."""
-    placeholder: str = ""
-    """What the template writes for an image."""
+    places: ImagePlaces | None = None
+    """How images are written in the prompt; None: none are served."""
     image_texts: tuple[str, ...] = ()
-    """What stands there in the prompt, for each image in order."""
+    """The text of each image, in order."""
 
     @property
     def num_images(self) -> int:
@@ -67,16 +70,15 @@ class Conversation:
         """The template's text with those of images. Raises InvalidRequest if it has not the place of each."""
         if not self.num_images:
             return prompt
-        if not self.placeholder:
-            raise InvalidRequest("messages", "images are served in generation so far, not here; send text alone")
-        first, *others = prompt.split(self.placeholder)
-        if len(others) != len(self.image_texts):
+        if self.places is None:
+            raise InvalidRequest("messages", "images are not served here; send text alone")
+        if (count := self.places.count(prompt)) != len(self.image_texts):
             raise InvalidRequest(
                 "messages",
-                f"the chat template writes {len(others)} places for {len(self.image_texts)} images; send images in "
+                f"the chat template writes {count} places for {len(self.image_texts)} images; send images in "
                 "messages of the role user",
             )
-        return first + "".join(text + rest for text, rest in zip(self.image_texts, others, strict=True))
+        return self.places.written(prompt, self.image_texts)
 
 
 def text_in(content: str | list[dict[str, Any]]) -> str:

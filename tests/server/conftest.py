@@ -143,6 +143,7 @@ class FakeEngine:
             limits=None,
             why_blind="this engine is a fake",
             image_token=None,
+            image_marks=(),
         )
         self.store = FakeStore(adapters)
         self.adapters = SimpleNamespace(quarantine={}, paused=set())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import os
 import shutil
+import threading
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +19,7 @@ from chorus import LLM
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request_params import InvalidRequest
+from chorus.server.api.request_images import RequestImages
 from chorus.server.cli.models import described
 from chorus.server.library.params import SamplingParams
 from chorus.server.text.tokenizer import Tokenizer
@@ -295,6 +299,37 @@ def test_nothing_is_decoded_for_an_unknown_model(live: Live, monkeypatch: pytest
     monkeypatch.setattr(processor, "open_image", lambda *_: pytest.fail("it was decoded"))
     answer = chat(live, as_part(url_of(picture((21, 22), "red"))), model="nobody")
     assert answer.status_code == 404, answer.text
+
+
+def test_vectors_of_conversations_with_images(live: Live, reference: Reference) -> None:
+    """An adapter of the tower changes them, and so does another image."""
+    images, found = [picture((90, 30), "red"), picture((30, 60), "navy")], {}
+    for adapter, image in (("base", images[0]), ("tower", images[0]), ("linear", images[1])):
+        sent = [{"role": "user", "content": [as_part(url_of(image)), HI]}]
+        told = live.post("/v1/embeddings", messages=sent, model=adapter).json()
+        (vector,) = [each["embedding"] for each in told["data"]]
+        same = [{"role": "user", "content": [SEEN, HI]}]
+        own = reference.vector(None if adapter == "base" else adapter, same, [image])
+        assert vector == pytest.approx(own, abs=1e-4)
+        found[adapter] = vector
+        assert told["usage"]["prompt_tokens"] > 4 * 4
+    assert found["base"] != pytest.approx(found["tower"], abs=1e-2)
+    sent = [{"role": "user", "content": [as_part(url_of(images[0])), HI]}]
+    fewer = {"messages": sent, "model": "base", "mm_processor_kwargs": {"do_image_splitting": False}}
+    assert live.post("/v1/embeddings", **fewer).json()["usage"]["prompt_tokens"] < told["usage"]["prompt_tokens"]
+    refused = live.post("/v1/embeddings", messages=sent, model="base", truncate_prompt_tokens=5)
+    assert refused.status_code == 400 and "would cut a prompt with images" in refused.text
+    refused = live.post("/v1/embeddings", input="a", model="base", mm_processor_kwargs={"do_image_splitting": False})
+    assert refused.status_code == 400 and "mm_processor_kwargs is of conversations" in refused.text
+    refused = live.post("/v1/embeddings", messages=sent, model="base", mm_processor_kwargs={"max_pixels": 1})
+    assert refused.status_code == 400 and "max_pixels is no setting" in refused.text
+
+
+def test_images_are_prepared_apart(tmp_path: Path) -> None:
+    """Their threads let steps go first."""
+    threads = RequestImages(tmp_path, most=1).threads
+    own = asyncio.run(threads.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    assert own == 10 > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_a_typed_placeholder_is_text(live: Live) -> None:

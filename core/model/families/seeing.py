@@ -281,14 +281,24 @@ IDEFICS_2 = _family(
     "Idefics 2",
     "Idefics2ForConditionalGeneration",
     text="mistral",
-    why_text_alone="its processor writes the text of an image by what stands next to it in the prompt",
+    vision=VisionSpec(
+        ("vision_model", "connector"),
+        ("pixel_values", "pixel_attention_mask"),
+        copied=("modality_projection", "perceiver_resampler"),
+        token=32001,
+    ),
 )
 OVIS_2 = _family(
     "Ovis 2",
     "Ovis2ForConditionalGeneration",
     text="qwen2",
     tied=True,
-    why_text_alone="the marks around an image are rows of its tower, too",
+    vision=VisionSpec(
+        ("vision_tower", "visual_embeddings_table"),
+        ("pixel_values",),
+        token=151665,
+        marks=(151666, 151667, 151668, 151669, 151670),
+    ),
 )
 GOT_OCR_2 = _family(
     "GOT-OCR 2",
@@ -334,4 +344,9 @@ PALIGEMMA = replace(
     ),
     read=reader("gemma", ("use_bidirectional_attention",)),
 )
-MINICPM_V = _family("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", text="qwen3_5_text")
+MINICPM_V = _family(
+    "MiniCPM-V 4.6",
+    "MiniCPMV4_6ForConditionalGeneration",
+    text="qwen3_5_text",
+    vision=VisionSpec(("vision_tower", "merger"), ("pixel_values", "target_sizes"), copied=("vit_merger",)),
+)

@@ -126,6 +126,9 @@ class ModelConfig:
     image_token: int | None = None
     """The token that stands at images' positions."""
 
+    image_marks: tuple[int, ...] = ()
+    """Tokens around images' rows at whose positions rows stand, too: see `VisionSpec`."""
+
     media_layers: tuple[int, ...] = ()
     """Layers behind which further parts of images' rows are added, in order, where images are served."""
 

@@ -44,6 +44,10 @@ class VisionSpec:
     unused: tuple[str, ...] = ()
     """Names of modules inside those that no row depends on; adapters' tensors there have no effect."""
 
+    marks: tuple[int, ...] = ()
+    """Tokens around an image's rows whose embeddings the tower makes, too, where `config.json` names no others in
+    `visual_indicator_token_ids`. At their places in an image's text they are rows of it."""
+
     least_rows: int = 1
     """Rows that an image must have: transformers' module fails for fewer."""
 

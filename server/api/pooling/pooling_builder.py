@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from ....core.model.pooling_config import PoolingConfig
+from ....core.requests.media import MediaItem
 from ....core.requests.pooling import from_bytes
 from ....core.requests.request_params import InvalidRequest, RequestParams
 from ...access.limits import RequestLimits
@@ -22,7 +23,7 @@ from ...errors import ApiError, too_long
 from ...text.tokenizer import Tokenizer
 from ..caller import Caller
 from ..engine_requests import EngineRequests
-from ..generation_builder import GenerationBuilder
+from ..generation_builder import GenerationBuilder, check_whole
 from .pooling_request import EmbeddingsBody, Input, InputBody, PairBody, PoolingBody
 
 SEND_TEXTS = (
@@ -52,22 +53,25 @@ class PoolingBuilder:
         self.check_vectors()
         self.check_dimensions(asked.dimensions)
         normalises = self.config.normalises if asked.normalises is None else asked.normalises
-        prompts = await self.prompts(caller, asked)
-        generation = self.generation(prefix, caller, asked, prompts, params=self.vector(), arrival=arrival)
+        prompts, media = await self.prompts(caller, asked)
+        generation = self.generation(prefix, caller, asked, prompts, params=self.vector(), arrival=arrival, media=media)
 
         def vectors() -> list[np.ndarray]:
             return [cut(each, asked.dimensions, normalises=normalises) for each in results(generation)]
 
         return generation, vectors
 
-    async def prompts(self, caller: Caller, asked: InputBody) -> list[list[int]]:
-        """The tokens of each input, or of a conversation, truncated. Raises InvalidRequest."""
+    async def prompts(self, caller: Caller, asked: InputBody) -> tuple[list[list[int]], list[tuple[MediaItem, ...]]]:
+        """The tokens of each input, or of a conversation, truncated, and the images of each. Raises InvalidRequest."""
         conversation = asked.conversation(self.limits)
         if conversation is None:
-            return await self.encoded(caller, asked, asked.inputs(self.limits))
+            prompts = await self.encoded(caller, asked, asked.inputs(self.limits))
+            return prompts, [()] * len(prompts)
         tokenizer = await self.builder.tokenizer_of(caller, asked.model, asked.lora_path)
-        tokens = await tokenizer.encode_chat(conversation, self._most_read(asked))
-        return [truncated(tokens, tokens, self._most(asked), left=self._left(asked))]
+        tokens, media = await self.builder.encode_chat(caller, asked, tokenizer, conversation, self._most_read(asked))
+        kept = truncated(tokens, tokens, self._most(asked), left=self._left(asked))
+        check_whole(tokens, kept, media)
+        return [kept], [media]
 
     @property
     def limits(self) -> RequestLimits:
@@ -166,8 +170,12 @@ class PoolingBuilder:
         prompts: Sequence[list[int]],
         params: RequestParams,
         arrival: float,
+        media: Sequence[tuple[MediaItem, ...]] = (),
     ) -> Generation:
-        """The generation of one result for each prompt. Raises an ApiError, InvalidRequest or Overloaded."""
+        """The generation of one result for each prompt. media: each prompt's images; empty: there are none.
+
+        Raises an ApiError, InvalidRequest or Overloaded.
+        """
         builder = self.builder
         model, adapter = builder.names(caller, asked.model, asked.lora_path)
         limit, total = builder.worker.model.max_model_len, sum(map(len, prompts))
@@ -190,8 +198,8 @@ class PoolingBuilder:
             is_alone=len(prompts) == 1,
         )
         choices: list[Choice] = []
-        for prompt in prompts:
-            engine_request = requests.next(prompt, builder.seeds.fill(params))
+        for prompt, images in zip(prompts, media or [()] * len(prompts), strict=True):
+            engine_request = requests.next(prompt, builder.seeds.fill(params), images)
             stream = builder.tokenizer.text_stream()
             choices.append(Choice(len(choices), engine_request, stream, prompt_token_ids=prompt, prompt_only=True))
         return Generation(

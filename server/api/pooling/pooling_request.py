@@ -18,7 +18,7 @@ from ..completion_request import is_token_list
 from ..openai import MAX_NAME_CHARACTERS, Name
 from ..translation import OtherBody, RefusedFields
 
-_OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs")
 
 MAX_INSTRUCTION_CHARACTERS = 1 << 16
 
@@ -34,7 +34,6 @@ class PoolingBody(OtherBody):
         "priority": ((0,), "requests are served by their tenants' shares; leave it out"),
         "embed_dtype": (("float32",), "vectors are float32; leave it out"),
         "endianness": (("native", "little"), "vectors are little-endian; leave it out"),
-        "mm_processor_kwargs": (({},), "texts alone are served; leave it out"),
     }
 
     model: Name | None = None
@@ -54,11 +53,13 @@ class InputBody(PoolingBody):
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    mm_processor_kwargs: dict[str, Any] = {}
 
     def conversation(self, limits: RequestLimits) -> Conversation | None:
         """The conversation, which the chat template makes a text of; None if texts are given. Raises an ApiError."""
         if self.messages is None:
-            given = self.model_fields_set & {*_OF_CONVERSATIONS}
+            unasked = set() if self.mm_processor_kwargs else {"mm_processor_kwargs"}
+            given = self.model_fields_set & {*_OF_CONVERSATIONS} - unasked
             if given:
                 name = min(given)
                 raise InvalidRequest(name, f"{name} is of conversations; give messages, or leave it out")
@@ -115,6 +116,11 @@ class ClassifyBody(InputBody, _ScoringBody):
 
 class PairBody(_ScoringBody):
     """Pairs of texts, which a reranker's chat template may write."""
+
+    refused: ClassVar[RefusedFields] = {
+        **PoolingBody.refused,
+        "mm_processor_kwargs": (({},), "texts alone are served; leave it out"),
+    }
 
     instruction: Annotated[str, Field(max_length=MAX_INSTRUCTION_CHARACTERS)] | None = None
     chat_template_kwargs: dict[str, Any] = {}

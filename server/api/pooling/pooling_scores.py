@@ -35,8 +35,10 @@ class Scores:
         self, prefix: str, caller: Caller, asked: ClassifyBody, arrival: float
     ) -> tuple[Generation, Callable[[], list[tuple[str, np.ndarray]]]]:
         """The generation that classifies texts, and a function that returns each text's label and values at its end."""
-        prompts = await self.pooling.prompts(caller, asked)
-        generation = self.pooling.generation(prefix, caller, asked, prompts, params=CLASSES, arrival=arrival)
+        prompts, media = await self.pooling.prompts(caller, asked)
+        generation = self.pooling.generation(
+            prefix, caller, asked, prompts, params=CLASSES, arrival=arrival, media=media
+        )
         is_base = generation.choices[0].request.adapter_name is None
 
         def classes() -> list[tuple[str, np.ndarray]]:

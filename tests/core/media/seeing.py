@@ -50,6 +50,10 @@ class Seeing:
     named: dict[str, str] = field(default_factory=dict)
     """Those that the tokenizer has attributes for."""
     config: dict[str, Any] = field(default_factory=dict)
+    sized: bool = False
+    """The configuration of the whole has the vocabulary's size, too."""
+    marks: tuple[str, tuple[str, ...]] | None = None
+    """A field of the configuration with tokens, and these tokens."""
     original: bool = True
     """transformers saves its tensors under the names that published checkpoints have."""
     nested: bool = True

@@ -76,6 +76,8 @@ _GEMMA_4 = {
     "seven": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
 }
 
+_OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+
 SEEING: dict[str, Seeing] = {
     "gemma3": Seeing(
         "Gemma3",
@@ -339,6 +341,64 @@ SEEING: dict[str, Seeing] = {
         tower_linear=r"model\.(vision_model.*(q_proj|v_proj|fc1|projection_layer|patch_embedding)"
         r"|aligner\.(fc1|hidden_layers\.0))",
         tower_dora=r".*vision_model.*(q_proj|fc2)|.*language_model.*v_proj",
+    ),
+    "idefics2": Seeing(
+        "Idefics2", {"model_type": "mistral", "sliding_window": None}, _PATCHES,
+        ("Idefics2", {"size": {"shortest_edge": 16, "longest_edge": 32}, "do_image_splitting": True}),
+        ("Idefics2", {"image_seq_len": 4}),
+        around=("<fake_token_around_image>",),
+        config={"perceiver_config": {
+            "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+            "resampler_head_dim": 16, "num_key_value_heads": 1,
+        }},
+        projector="connector",
+        tower_linear=r".*(vision_model.*(q_proj|k_proj|v_proj|fc1|out_proj|patch_embedding)|connector.*proj)",
+        tower_dora=r".*vision_model.*(q_proj|fc2)|.*text_model.*v_proj",
+        text_linear=r".*text_model.*\.(q_proj|v_proj|down_proj)",
+        refused=("one pixel high",),  # its quarters have no pixel
+    ),
+    "minicpm_v": Seeing(
+        "MiniCPMV4_6",
+        {
+            "model_type": "qwen3_5_text", "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5,
+            },
+        },
+        {"image_size": 32, "patch_size": 4, **TOWER},
+        ("MiniCPMV4_6", {"scale_resolution": 32, "patch_size": 4, "max_slice_nums": 4}),
+        ("MiniCPMV4_6", {}),
+        mark="<|image_pad|>",
+        around=(
+            "<|video_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>",
+        ),
+        named={
+            "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>",
+            "image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>",
+            "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
+        },
+        videos=("MiniCPMV4_6", {"scale_resolution": 32, "patch_size": 4, "max_slice_nums": 4}),
+        config={"insert_layer_id": 0},
+        projector="model.merger",  # by "merger" alone peft takes `vit_merger`, too
+        tower_linear=r".*(vision_tower.*(q_proj|out_proj|fc1|patch_embedding)|merger.*linear)",
+        tower_dora=r".*vision_tower.*(q_proj|fc2)|.*language_model.*v_proj",
+    ),
+    "ovis2": Seeing(
+        "Ovis2", {"model_type": "qwen2", "use_sliding_window": False},
+        {"image_size": 32, "patch_size": 8, "vocab_size": 40, "hidden_stride": 2, **TOWER},
+        ("Ovis2", {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 4}),
+        ("Ovis2", {"image_seq_length": 4}),
+        mark="<IMG_ATOM>",
+        place="<image>",
+        around=("<image>", *_OVIS_MARKS),
+        marks=("visual_indicator_token_ids", _OVIS_MARKS),
+        config={"hidden_size": 64},
+        sized=True,
+        projector="visual_embeddings_table",
+        tower_linear=r".*vision_tower.*(q_proj|out_proj|up_proj|head_linear|patch_embedding)",
+        tower_dora=r".*vision_tower.*(q_proj|down_proj)|.*language_model.*v_proj",
     ),
     "got_ocr2": Seeing(
         "GotOcr2", {"model_type": "qwen2", "use_sliding_window": False},

@@ -13,6 +13,7 @@ def test_runs_are_those_of_placeholders() -> None:
     tokens = [1, IMAGE, IMAGE, 2, IMAGE, 3, IMAGE, IMAGE, IMAGE]
     assert placed(tokens, IMAGE, [3, 1, 2]) == [((1, 2), (4, 1)), ((6, 1),), ((7, 2),)]
     assert placed([1, 2], IMAGE, []) == []
+    assert placed([7, IMAGE, 8, 7, IMAGE, 8], IMAGE, [3, 3], (7, 8)) == [((0, 3),), ((3, 3),)]
 
 
 @pytest.mark.parametrize("rows", [[], [1], [2, 2], [4]])

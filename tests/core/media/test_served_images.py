@@ -62,7 +62,8 @@ class Asked:
 
         self.reference = Reference(family, path)
         self.processor, self._encoded = ImageProcessor(self.reference.path), encoded
-        self.placeholder = read_model_config(self.reference.path).image_token
+        model = read_model_config(self.reference.path)
+        self.placeholder, self.marks = model.image_token, model.image_marks
         self.wanted: dict[str, list[int]] = {}
 
     def request(
@@ -79,7 +80,8 @@ class Asked:
         messages = [{"role": "user", "content": content}]
         prompt, self.wanted[id] = self.reference.answer(adapter, messages, images, count, settings)
         found = [self.processor.of_image(image, settings) for image in images]
-        runs = placed(prompt, self.placeholder, [each.num_rows for each in found])
+        assert self.reference.tokens_of(messages, self.processor.places, [each.text for each in found]) == prompt
+        runs = placed(prompt, self.placeholder, [each.num_rows for each in found], self.marks)
         items = tuple(
             MediaItem(self._encoded(image), each.digest, own, each.grid, settings=each.settings)
             for image, each, own in zip(images, found, runs, strict=True)

@@ -11,6 +11,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 
 from chorus.core.media.lacking import why_lacking
+from chorus.core.media.places import ImagePlaces
 from chorus.memory.files.tokens.torchvision import mend_torchvision
 
 from ...conftest import quiet
@@ -119,12 +120,13 @@ def _save_model(family: str, path: Path) -> None:
     processor.chat_template = template
     processor.save_pretrained(path)
     vocab = -(-len(wrapped) // 8) * 8
+    tokens = {} if it.marks is None else {it.marks[0]: wrapped.convert_tokens_to_ids(list(it.marks[1]))}
     config = getattr(transformers, f"{it.name}Config")(
         text_config={**TEXT, **it.text, "vocab_size": vocab},
         vision_config=it.tower,
         image_token_id=wrapped.convert_tokens_to_ids(it.mark),
         tie_word_embeddings=False,
-        **it.config,
+        **{**tokens, **it.config, **({"vocab_size": vocab} if it.sized else {})},
     )
     torch.manual_seed(5)
     model = getattr(transformers, f"{it.name}ForConditionalGeneration")(config).float()
@@ -191,6 +193,11 @@ class Reference:
             self._models[adapter] = model
         return self._models[adapter]
 
+    def tokens_of(self, messages: list[dict[str, Any]], places: ImagePlaces, texts: list[str]) -> list[int]:
+        """The tokens of a prompt with these texts of its images."""
+        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.processor.tokenizer(places.written(text, texts), add_special_tokens=False)["input_ids"]
+
     @quiet()
     def answer(
         self,
@@ -201,7 +208,31 @@ class Reference:
         settings: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB. settings: of the processor."""
-        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = self._inputs(messages, images, settings, begins_output=True)
+        with torch.inference_mode():
+            out = self._model(adapter).generate(
+                **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+            )
+        prompt = inputs["input_ids"][0].tolist()
+        return prompt, out[0, len(prompt) :].tolist()
+
+    @quiet()
+    def vector(self, adapter: str | None, messages: list[dict[str, Any]], images: Sequence[Any]) -> list[float]:
+        """The last token's hidden state behind the last norm, with length 1."""
+        with torch.inference_mode():
+            found = self._model(adapter)(**self._inputs(messages, images, None), output_hidden_states=True)
+        return torch.nn.functional.normalize(found.hidden_states[-1][0, -1], dim=0).tolist()
+
+    def _inputs(
+        self,
+        messages: list[dict[str, Any]],
+        images: Sequence[Any],
+        settings: Mapping[str, Any] | None,
+        *,
+        begins_output: bool = False,
+    ) -> Any:
+        """What transformers' model is given."""
+        text = self.processor.apply_chat_template(messages, add_generation_prompt=begins_output, tokenize=False)
         given = {"images": [list(images)] if self._is_nested else list(images)} if images else {}
         reader = self.processor if images else self.processor.tokenizer  # some processors need images
         inputs = reader(text=text, return_tensors="pt", add_special_tokens=False, **given, **(settings or {}))
@@ -209,9 +240,4 @@ class Reference:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         for name in ("rows", "cols"):
             inputs.pop(name, None)
-        with torch.inference_mode():
-            out = self._model(adapter).generate(
-                **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
-            )
-        prompt = inputs["input_ids"][0].tolist()
-        return prompt, out[0, len(prompt) :].tolist()
+        return inputs

@@ -1,0 +1,18 @@
+"""Threads that prepare and encode images stand back behind those of steps.
+
+Tests: tests/core/media/test_apart.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...memory.host.daemon_pool import stand_back
+
+_NICE = 10
+
+
+def work_apart(threads: int) -> None:
+    """Have the calling thread, and the threads of torch that it starts, let steps go first."""
+    stand_back(_NICE)
+    torch.set_num_threads(threads)

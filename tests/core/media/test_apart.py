@@ -1,0 +1,36 @@
+"""Threads that prepare and encode images have a lower priority and their own number of threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from chorus.core.media.apart import work_apart
+from chorus.memory.host.daemon_pool import DaemonPool
+
+from .test_encoder import Driven, request
+
+
+def priority_and_threads() -> tuple[int, int]:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), torch.get_num_threads()
+
+
+def test_other_threads_keep_theirs() -> None:
+    before = priority_and_threads()
+    pool = DaemonPool("test", 1, initializer=lambda: work_apart(3))
+    assert pool.submit(priority_and_threads).result(60) == (10, 3)
+    assert priority_and_threads() == before
+
+
+def test_the_encoder_works_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, found = Driven(), list[tuple[int, int]]()
+    prepare = it.maker.prepare
+    monkeypatch.setattr(it.maker, "prepare", lambda item: found.append(priority_and_threads()) or prepare(item))
+    it.maker.may_go.set()
+    it.encoder.submit(request("1", "x"))
+    it.wait(1)
+    it.close()
+    assert found == [(10, 1)]
