@@ -2,6 +2,8 @@
 
 The tower is SigLIP's, a connector makes one row of some patches, and the text part is Llama's. An image has one size,
 and is one tile.
+
+Tests: tests/perf/bench/test_images.py
 """
 
 from __future__ import annotations
