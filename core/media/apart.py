@@ -9,10 +9,11 @@ import torch
 
 from ...memory.host.daemon_pool import stand_back
 
-_NICE = 10
+_STEPS = 10
+"""Of priority: a thread next to one of steps on a processor gets a tenth of its time."""
 
 
 def work_apart(threads: int) -> None:
     """Have the calling thread, and the threads of torch that it starts, let steps go first."""
-    stand_back(_NICE)
+    stand_back(_STEPS)
     torch.set_num_threads(threads)

@@ -86,7 +86,7 @@ class Tower:
 def rows_of(found: Any, spec: VisionSpec, marks: Sequence[int] = ()) -> torch.Tensor:
     """Rows `[rows, parts · hidden]` of what `get_image_features` returns: see `MediaRows`. marks: see `Prepared`."""
     if spec.marks:
-        return _with_marks(_rows(found.pooler_output), found.visual_indicator_features, torch.tensor(marks))
+        return _with_marks(_rows(found.pooler_output), found.visual_indicator_features, marks)
     if not spec.has_layers:
         parts = [found.pooler_output, *(found.deepstack_features if spec.additions else ())]
         return torch.cat([_rows(each) for each in parts], 1)
@@ -96,12 +96,14 @@ def rows_of(found: Any, spec: VisionSpec, marks: Sequence[int] = ()) -> torch.Te
     return torch.cat([torch.zeros_like(added[0]) if first is None else first, *added], 1)
 
 
-def _with_marks(rows: torch.Tensor, of_marks: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+def _with_marks(rows: torch.Tensor, of_marks: torch.Tensor, marks: Sequence[int]) -> torch.Tensor:
     """An image's rows, with those of marks between them. of_marks: a row for each mark."""
-    found = of_marks[marks.clamp(min=0)]
-    if len(rows) != int((marks < 0).sum()):
-        raise RuntimeError(f"the tower gives {len(rows)} rows, the text has {int((marks < 0).sum())} places")
-    found[marks < 0] = rows
+    kinds = torch.tensor(marks, dtype=torch.long, device=rows.device)
+    is_row = kinds < 0
+    if len(rows) != (places := int(is_row.sum())):
+        raise RuntimeError(f"the tower gives {len(rows)} rows, the text has {places} places")
+    found = of_marks[kinds.clamp(min=0)]
+    found[is_row] = rows
     return found
 
 

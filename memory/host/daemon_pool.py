@@ -285,9 +285,15 @@ def ask_for_short_slices() -> bool:
     return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
 
 
-def stand_back(nice: int) -> None:
-    """Run the calling thread at a lower priority, if the system allows it: on Linux a priority is a thread's own, and
-    that of the threads that it starts.
+_LEAST_PRIORITY = 19
+
+
+def stand_back(steps: int) -> None:
+    """Lower the calling thread's priority, if the system allows it, by so many steps, or to the least.
+
+    On Linux a priority is a thread's own, and that of the threads that it starts.
     """
     with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        number = threading.get_native_id()
+        nice = os.getpriority(os.PRIO_PROCESS, number) + steps
+        os.setpriority(os.PRIO_PROCESS, number, min(nice, _LEAST_PRIORITY))

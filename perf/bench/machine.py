@@ -80,6 +80,14 @@ def family(pids: Iterable[int]) -> set[Process]:
     return found
 
 
+def queued_seconds(schedstat: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """How long the calling thread could have run and had no processor; 0 where the system does not tell."""
+    try:
+        return int(schedstat.read_text("ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name, with its family and model: a hypervisor's name may hide which generation it is."""
     lines = (line.partition(":") for line in cpuinfo.read_text("utf-8").splitlines()) if cpuinfo.exists() else ()

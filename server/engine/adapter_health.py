@@ -193,10 +193,14 @@ class AdapterHealthChecker(Repeating):
             return None
 
 
+_LOWEST = 40
+"""More steps than priorities have."""
+
+
 def _stand_back() -> None:
     """Run the thread at the lowest priority."""
     ask_for_short_slices()
-    stand_back(19)
+    stand_back(_LOWEST)
 
 
 def _stamps_of(quarantined: list[Quarantined]) -> list[Stamp]:

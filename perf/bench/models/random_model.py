@@ -57,7 +57,7 @@ class RandomModel:
 
 def checkpoint(model: RandomModel, work_dir: Path) -> Path:
     """Directory of the model; made on first use."""
-    return _once(work_dir / f"model-{_digest(model)}", lambda path: _write_model(model, path))
+    return written_once(work_dir / f"model-{_digest(model)}", lambda path: _write_model(model, path))
 
 
 def adapters(model: RandomModel, work_dir: Path) -> dict[str, Path]:
@@ -65,7 +65,7 @@ def adapters(model: RandomModel, work_dir: Path) -> dict[str, Path]:
     made = {}
     for index, rank in enumerate(model.ranks):
         name = f"a{index:02d}-r{rank}"
-        made[name] = _once(
+        made[name] = written_once(
             work_dir / f"adapter-{_digest(model, index, rank)}" / name,
             lambda path, index=index, rank=rank: _write_adapter(model, index, rank, path),
         )
@@ -168,7 +168,7 @@ def write_tokenizer(vocab_size: int, path: Path) -> None:
     _write_json(path / "tokenizer_config.json", {**settings, "clean_up_tokenization_spaces": False})
 
 
-def _once(path: Path, write: Callable[[Path], None]) -> Path:
+def written_once(path: Path, write: Callable[[Path], None]) -> Path:
     """`path`, written by `write` unless it exists; an interrupted write leaves nothing under that name."""
     if path.is_dir():
         return path

@@ -25,6 +25,16 @@ def test_other_threads_keep_theirs() -> None:
     assert priority_and_threads() == before
 
 
+def test_a_server_of_low_priority_has_an_encoder_of_a_lower_one() -> None:
+    def twice() -> tuple[int, int]:
+        work_apart(1)
+        first = priority_and_threads()[0]
+        work_apart(1)
+        return first, priority_and_threads()[0]
+
+    assert DaemonPool("test", 1).submit(twice).result(60) == (10, 19)
+
+
 def test_the_encoder_works_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     it, found = Driven(), list[tuple[int, int]]()
     prepare = it.maker.prepare

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from chorus.core.config import EngineConfig
-from chorus.core.media.processor import ImageProcessor
+from chorus.core.media.processor import ImageProcessor, Prepared
 from chorus.core.media.serving import with_tower
 from chorus.core.media.tower import Tower, rows_of
 from chorus.core.media.tower_adapter import read_changes
@@ -34,7 +32,7 @@ APART = 0.15
 
 
 @quiet()
-def theirs(family: str, adapter: str | None, tensors: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+def theirs(family: str, adapter: str | None, prepared: Prepared, dtype: torch.dtype) -> torch.Tensor:
     """The rows of transformers and peft."""
     from peft import PeftModel
 
@@ -44,10 +42,10 @@ def theirs(family: str, adapter: str | None, tensors: dict[str, Any], dtype: tor
         model = PeftModel.from_pretrained(model, path, autocast_adapter_dtype=False).eval().base_model.model
     spec = read_model_config(tiny(family)).vision
     assert spec is not None
-    given = {name: tensors[name] for name in spec.arguments if name in tensors}
+    given = {name: prepared.tensors[name] for name in spec.arguments if name in prepared.tensors}
     given = {name: each.to(dtype) if each.is_floating_point() else each for name, each in given.items()}
     with torch.inference_mode():
-        return rows_of(model.model.get_image_features(**given), spec).float()
+        return rows_of(model.model.get_image_features(**given), spec, prepared.marks).float()
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -61,16 +59,17 @@ def test_rows_are_near_those_of_transformers(family: str, adapter: str | None) -
     path = tiny(family)
     model = read_model_config(path)
     assert model.vision is not None
-    tensors = ImageProcessor(path).of_image(picture(3, (70, 50))).tensors
+    prepared = ImageProcessor(path).of_image(picture(3, (70, 50)))
     changes = None
     if adapter is not None:
         modules = with_tower(EngineConfig(model=path), model).module_paths
         changes = read_changes(inspect_adapter(path / "adapters" / adapter, modules))
         assert changes is not None and changes.modules
-    own = Tower(path, model.architecture, model.vision, torch.bfloat16).encode(tensors, changes)
+    tower = Tower(path, model.architecture, model.vision, torch.bfloat16)
+    own = tower.encode(prepared.tensors, changes, prepared.marks)
     assert own.dtype == torch.bfloat16
-    assert distance(own.float(), theirs(family, adapter, tensors, torch.bfloat16)) <= NEAR
-    exact = theirs(family, adapter, tensors, torch.float32)
+    assert distance(own.float(), theirs(family, adapter, prepared, torch.bfloat16)) <= NEAR
+    exact = theirs(family, adapter, prepared, torch.float32)
     assert distance(own.float(), exact) <= APART
     if adapter is not None:
-        assert distance(exact, theirs(family, None, tensors, torch.float32)) > APART, "the adapter changes more"
+        assert distance(exact, theirs(family, None, prepared, torch.float32)) > APART, "the adapter changes more"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from chorus.perf.bench.machine import CpuSample, family, processor
+from chorus.perf.bench.machine import CpuSample, family, processor, queued_seconds
 
 
 def test_a_family_is_a_process_and_its_descendants():
@@ -36,3 +36,12 @@ def test_generations_of_one_name_are_told_apart(tmp_path):
         (tmp_path / "cpuinfo").write_text(info.format(model) * 2)
         names.append(processor(tmp_path / "cpuinfo"))
     assert names == ["AMD EPYC, family 25, model 1", "AMD EPYC, family 25, model 17"]
+
+
+def test_waits_for_a_processor_are_counted_in_seconds(tmp_path):
+    file = tmp_path / "schedstat"
+    file.write_text("123 2500000000 7\n")
+    assert queued_seconds(file) == 2.5
+    assert queued_seconds(tmp_path / "none") == 0.0
+    before = queued_seconds()
+    assert 0 <= before <= queued_seconds()
