@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": processor(),
         "model_size": args.model_size,
         "threads": args.threads,
+        "prompts": args.prompts,
         "tokens": args.tokens,
         "rows": rows_of(ours, peer),
         "peer_megabytes": peer["bytes"] / args.prompts / 1e6,

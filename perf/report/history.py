@@ -100,6 +100,12 @@ def _llamacpp(found: Values) -> list[str]:
     return [found["family"], *(", ".join(each) for each in rows.values())]
 
 
+def _slots(found: Values) -> list[str]:
+    rows = {row["prefix"]: row for row in found["rows"]}
+    both = [f"{_ms(row['ours'])} and {_ms(row['peer'])}" for row in rows.values()]
+    return [found["model_size"], f"{found['tokens']:,}", *both]
+
+
 def _chunks(found: Values) -> list[str]:
     rows = [
         f"{row['family']}: {row['most']:.4f}" for row in found["rows"] if row["kernels"] == "torch" and "most" in row
@@ -145,6 +151,11 @@ COMMANDS = {
         "python -m chorus.perf.bench.llamacpp_steps TREE",
         ["family", "ours / llama.cpp: decode, 1 row", "8 rows", "a prompt", "8 prompts"],
         _llamacpp,
+    ),
+    "llamacpp_slots": Measured(
+        "python -m chorus.perf.bench.llamacpp_slots TREE",
+        ["model", "tokens", "ours and llama.cpp's, ms: computed", "from host memory, a slot", "from files, a slot"],
+        _slots,
     ),
     "push": Measured(
         "python -m chorus.perf.bench.push",
