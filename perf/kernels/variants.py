@@ -967,7 +967,7 @@ def job_of(variant: Variant, arch: str) -> Job:
 
 def _early(variant: Variant, constants: dict[str, Any]) -> dict[str, Any] | None:
     """The constants of a launch that begins early, as serving launches it; None if it never does."""
-    if not hasattr(constants["C"], "pdl") or variant.kernel.endswith("prefill"):
+    if not hasattr(constants["C"], "pdl"):
         return None
     return {"C": replace(constants["C"], pdl=True)}
 
