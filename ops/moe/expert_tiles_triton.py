@@ -113,12 +113,13 @@ def multiply(
     gate: Gate | None = None,
     *,
     swaps: bool = False,
+    is_wide: bool = False,
 ) -> torch.Tensor:
     """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
 
     x: `[rows, inputs]`. per_row: experts of each of them. gate: the matrices are gate and up, and this is computed of
     their results, with the bits of the activation by itself. swaps: narrow weights are the first operand, by
-    `swapped_tiles_triton`. Returns `[rows · per_row, outputs]` in x's dtype, by pair.
+    `swapped_tiles_triton`. is_wide: see `tile_constants`. Returns `[rows · per_row, outputs]` in x's dtype, by pair.
     A row's bits don't depend on other rows of a step with tiles of as many rows, or of any size if operands are
     swapped. MXFP4 is widened as it is loaded, to the numbers of `weight.dense()`; other narrow weights as
     `small_gemm_triton.multiply` has them.
@@ -142,8 +143,9 @@ def multiply(
         gate=gate,
         of_pairs=tiles.of_pairs,
         pdl=dependent_launch.begins_early(x.device),
+        is_wide=is_wide,
     )
-    constants = swapped(constants, form) if swaps and form.bits < 16 else constants
+    constants = swapped(constants, form, is_wide=is_wide) if swaps and form.bits < 16 else constants
     grid = len(tiles.expert), -(-matrix_rows // constants.block_n), 1
     tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
     _launcher(constants)(grid, (y, x, parts_of(weight), y if bias is None else bias, *tables), (), (x.stride(0),))
