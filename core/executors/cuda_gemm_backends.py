@@ -18,6 +18,7 @@ from ...ops import dependent_launch
 from ...ops.gemm.narrow_weights import NarrowWeight
 from ...ops.gemm.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ...ops.gemm.split_gemm_schedule import is_split
+from ...ops.moe.expert_tiles_schedule import FEW_ROWS
 from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
 from ..model.decoder import DecoderModel, GemmUse
@@ -37,9 +38,6 @@ StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 #: `fused` must take a smaller share of a step with adapters than the first, and save a larger share of what they add to
 #: a step than the second: two times of one step differ by less.
 _CLEAR, _SAVED = 0.99, 0.25
-
-#: The most rows of the steps of prompts that are timed.
-TIMED_ROWS = 2048
 
 #: GEMM backends found to be wrong, by GEMM and tile.
 Refused = set[tuple[GemmKind, int, GemmBackend]]
@@ -99,18 +97,6 @@ def choose_gemm_backends(
     return backends
 
 
-def choose_for_prompts(setting: SmallGemm, decoder: DecoderModel, rows: int, device: CudaDevice) -> GemmBackends:
-    """Backends of steps of many rows: whether launches of experts are joined. rows: of a step that is timed."""
-    kinds = {kind: uses for kind, uses in decoder.gemms().items() if kind.experts}
-    if setting == "off" or not kinds or _obstacle(setting, decoder.dtype, kinds) is not None:
-        return BY_LIBRARY
-    races = GemmRaces(decoder, device, [])
-    small, library = GemmBackend.SMALL, GemmBackend.LIBRARY
-    chosen = [kind for kind in kinds if setting != "auto" or races.fastest(kind, rows, [small]) is not library]
-    logger.info("launches of experts in steps of many rows are joined for %d of %d kinds", len(chosen), len(kinds))
-    return dict.fromkeys(chosen, GemmBackend.SMALL)
-
-
 def _served(
     setting: SmallGemm, gemms: Mapping[GemmKind, list[GemmUse]], *, captures: bool
 ) -> dict[GemmKind, list[GemmUse]]:
@@ -137,7 +123,8 @@ def _obstacle(setting: SmallGemm, dtype: torch.dtype, gemms: Mapping[GemmKind, l
 def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBackend]:
     """Backends other than the library to try for a GEMM of so many rows.
 
-    Beyond MAX_EXPANDED_ROWS, `fused` means `on`. Programs that share inputs are tried by `auto` alone.
+    Beyond MAX_EXPANDED_ROWS, `fused` means `on`. Programs that share inputs, and wide tiles of experts, are tried by
+    `auto` alone.
     """
     swapped = [GemmBackend.SWAPPED] * kind.is_narrow
     if kind.is_float4 and not kind.experts:
@@ -145,7 +132,8 @@ def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBa
     alone = kind.is_head or kind.experts > 0
     asked = [GemmBackend.SMALL, *([] if alone or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
     if setting == "auto":
-        return [*asked, *([GemmBackend.SPLIT] if _can_split(kind, rows) else []), *swapped]
+        wide = [GemmBackend.WIDE] * (kind.experts > 0 and rows > FEW_ROWS)
+        return [*asked, *([GemmBackend.SPLIT] if _can_split(kind, rows) else []), *swapped, *wide]
     if setting == "swapped" and swapped:
         return swapped
     return asked[-1:] if setting == "fused" else asked[:1]

@@ -18,7 +18,7 @@ from ..model.decoder import DecoderModel
 logger = logging.getLogger(__name__)
 
 #: Backends that are raced with the library, those that are preferred first.
-RACED = GemmBackend.SMALL, GemmBackend.SPLIT, GemmBackend.SWAPPED
+RACED = GemmBackend.SMALL, GemmBackend.SPLIT, GemmBackend.SWAPPED, GemmBackend.WIDE
 
 #: Times of whole steps within this factor of the least count as equal: they vary by as much.
 NEAR = 1.02

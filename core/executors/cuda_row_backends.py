@@ -1,5 +1,5 @@
-"""Chooses who multiplies narrow weights in steps of many rows: Chorus's kernel with operands swapped, or another; of
-weights that are one matrix, the library, which has them widened.
+"""Chooses who multiplies narrow weights and experts in steps of many rows. Narrow weights that are one matrix: Chorus's
+kernel with operands swapped, or the library, which has them widened. Experts: one of Chorus's ways.
 
 Tests: tests/core/executors/test_cuda_quantised_interpreted.py
 """
@@ -17,9 +17,9 @@ from ...graphs.device import CudaDevice
 from ...ops.gemm.narrow_weights import NarrowWeight
 from ...ops.gemm.swapped_gemm_schedule import TILE_ROWS
 from ..cpus import available_cpus
-from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind, RowBackends
+from ..model.batch import GemmBackend, GemmKind, RowBackends
 from ..model.decoder import DecoderModel, GemmUse
-from .cuda_gemm_backends import TIMED_ROWS, TOLERANCE, GemmRows, SmallGemm, asked_backends, sample_inputs
+from .cuda_gemm_backends import TOLERANCE, GemmRows, SmallGemm, asked_backends, sample_inputs
 from .cuda_gemm_races import GemmRaces
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,9 @@ _CLEAR = 0.98
 
 #: The least rows for which a choice is made; steps of fewer have the same.
 _LEAST = TILE_ROWS[0]
+
+#: The most rows of the mixtures that are timed.
+_TIMED_ROWS = 2048
 
 #: The choice so far: for steps of up to so many rows.
 ByRows = dict[int, dict[GemmKind, GemmBackend]]
@@ -42,39 +45,48 @@ def choose_row_backends(
     most_rows: int,
     most_logits: int,
     captures: bool,
-    always: GemmBackends = BY_LIBRARY,
 ) -> RowBackends:
     """Choose the GEMM backends of steps with up to `most_rows` rows, for each power of 2 from 16 on.
 
     Call it before anything is captured and before the arena is allocated: it uses free memory. most_logits: of a step.
-    always: backends of other GEMMs, for steps of any size.
 
     setting:
     - `auto`: Chorus's kernel for each GEMM with narrow weights, up to the most rows with which it is faster than the
-      library, which widens them in memory first. captures: steps are captured, so GEMMs may be timed. For experts with
-      narrow weights the fastest of Chorus's kernels, by the time of whole mixtures.
-    - `swapped`: Chorus's kernel for all of them, wherever it gives the library's values.
-    - others: the library, as no measurement shows that the kernel is faster.
+      library, which widens them in memory first. captures: steps are captured, so GEMMs may be timed. For experts the
+      fastest of Chorus's ways, by the time of whole mixtures, also if steps are not captured.
+    - `swapped`: the kernel with operands swapped for all narrow weights, wherever it gives the library's values, and
+      for other experts as `on`.
+    - `on`, `fused`: for experts, launches joined; for others the library, as no measurement shows that the kernel is
+      faster.
+    - `off`: the library, and no launches joined.
     """
-    is_asked = setting == "swapped" or (setting == "auto" and captures)
-    narrow = _narrow_gemms(decoder) if is_asked else {}
-    if not narrow:
-        return RowBackends(always=always)
-    _compile(decoder, {kind: uses for kind, uses in narrow.items() if not kind.experts})
+    gemms = {} if setting == "off" else _ours(decoder)
+    joined = {kind: GemmBackend.SMALL for kind in gemms if kind.experts}
+    chosen_by_rows = {kind: uses for kind, uses in gemms.items() if _is_by_rows(setting, kind, captures=captures)}
+    if not chosen_by_rows:
+        return RowBackends(always=joined)
+    _compile(decoder, {kind: uses for kind, uses in chosen_by_rows.items() if not kind.experts})
     by_rows: ByRows = {size: {} for size in _sizes(most_rows)}
-    for kind, uses in narrow.items():
+    for kind, uses in chosen_by_rows.items():
         if kind.experts:
             _choose_for_experts(setting, decoder, device, kind, uses[0], by_rows)
         else:
             _choose_for_matrix(setting, decoder, device, kind, uses, by_rows, most_logits)
-    return RowBackends(by_rows, always)
+    return RowBackends(by_rows, joined)
 
 
-def _narrow_gemms(decoder: DecoderModel) -> dict[GemmKind, list[GemmUse]]:
-    """The GEMMs that the kernel may compute."""
+def _ours(decoder: DecoderModel) -> dict[GemmKind, list[GemmUse]]:
+    """The GEMMs of many rows that Chorus's kernels may compute."""
     if decoder.dtype not in TOLERANCE or find_spec("triton") is None:
         return {}
-    return {kind: uses for kind, uses in decoder.gemms(every=True).items() if kind.is_narrow}
+    return {kind: uses for kind, uses in decoder.gemms(every=True).items() if kind.is_narrow or kind.experts}
+
+
+def _is_by_rows(setting: SmallGemm, kind: GemmKind, *, captures: bool) -> bool:
+    """Whether a GEMM's backend is chosen for each number of rows."""
+    if setting == "auto":
+        return captures or kind.experts > 0
+    return setting == "swapped" and kind.is_narrow
 
 
 def _choose_for_matrix(
@@ -102,12 +114,12 @@ def _choose_for_experts(
     use: GemmUse,
     by_rows: ByRows,
 ) -> None:
-    """Choose the backend of mixtures for each size, among those that work. Larger steps than `TIMED_ROWS` have that of
+    """Choose the backend of mixtures for each size, among those that work. Larger steps than `_TIMED_ROWS` have that of
     the largest that is timed. use: one of the kind's.
     """
     races, found = GemmRaces(decoder, device, []), GemmBackend.LIBRARY
     for size, chosen in by_rows.items():
-        if size <= TIMED_ROWS or size == min(by_rows):
+        if size <= _TIMED_ROWS or size == min(by_rows):
             rows = GemmRows(decoder, None, kind, use, size)
             asked = [each for each in asked_backends(setting, kind, size) if _works(rows, each, device)]
             found = races.fastest(kind, size, asked) if setting == "auto" else next(iter(asked), GemmBackend.LIBRARY)

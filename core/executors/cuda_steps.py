@@ -32,7 +32,6 @@ from ..requests.types import ScheduledSequence, adapter_runs
 from . import cuda_decode, cuda_memory, cuda_piecewise
 from .cuda_decode import DecodeSteps
 from .cuda_float8_gemms import choose_float8_gemms
-from .cuda_gemm_backends import TIMED_ROWS, choose_for_prompts
 from .cuda_merged import KEPT_ADDRESSES, MERGED_FORMS, MERGED_PIECES, MergedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
@@ -237,9 +236,6 @@ class CudaSteps:
         if self._config.fp8_activations:
             choose_float8_gemms(self.decoder, self._config.max_num_batched_tokens, self._device)
         most_rows = max(self._config.max_num_batched_tokens, self.decoding.sizes[-1])
-        experts = choose_for_prompts(
-            self._config.small_gemm, self.decoder, min(self._config.max_num_batched_tokens, TIMED_ROWS), self._device
-        )
         self.mixed.backends = choose_row_backends(
             self._config.small_gemm,
             self.decoder,
@@ -247,7 +243,6 @@ class CudaSteps:
             most_rows=most_rows,
             most_logits=len(self.outputs.logits),
             captures=self.decoding.captures,
-            always=experts,
         )
         self.decoding.choose_backends(self.mixed.backends)
 

@@ -55,7 +55,8 @@ class GemmBackend(StrEnum):
     adapters are expanded in the same launch, so that the activation stays in it. SPLIT: our kernel in which programs
     share the inputs of the same columns, for plain weights and the rows and shapes of `split_gemm_schedule.is_split`.
     SWAPPED: our kernel for narrow weights and any number of rows, `swapped_gemm_triton`; for experts, as SMALL, with
-    operands swapped.
+    operands swapped. WIDE: for experts in steps of more than `expert_tiles_schedule.FEW_ROWS` rows: as SMALL, or as
+    SWAPPED if their weights are narrow, but tiles of 64 rows have twice as many columns.
     """
 
     LIBRARY = "library"
@@ -63,6 +64,7 @@ class GemmBackend(StrEnum):
     EXPANDED = "expanded"
     SPLIT = "split"
     SWAPPED = "swapped"
+    WIDE = "wide"
 
 
 class GemmKind(NamedTuple):

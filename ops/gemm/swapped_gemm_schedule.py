@@ -99,8 +99,10 @@ def blocks_of(form: WeightForm) -> int:
 
 
 def stages_of(tile: Tile) -> int:
-    """Blocks of inputs in flight: shared memory of 99 KiB, as GPUs with the least have it, holds fewer of many rows."""
-    return {TILE_ROWS[2]: 3, TILE_ROWS[3]: 2}.get(tile.rows, 4)
+    """Blocks of inputs in flight: shared memory of 99 KiB, as GPUs with the least have it, holds fewer of many rows or
+    columns.
+    """
+    return 2 if tile.columns > 128 else {TILE_ROWS[2]: 3, TILE_ROWS[3]: 2}.get(tile.rows, 4)
 
 
 def swapped_options(tile: Tile, form: WeightForm) -> dict[str, int | bool]:

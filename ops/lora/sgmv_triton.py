@@ -295,8 +295,12 @@ def shrink_decode(x, adapters, layer, layers, max_pages, tokens, x_stride, C: tl
 def shrink_prefill(x, adapters, layer, layers, max_pages, tokens, x_stride, C: tl.constexpr):
     """Like shrink_decode, with the same arguments, for block_t tokens of a tile at once on tensor cores.
 
-    Grid (tiles, modules · terms · lanes, splits): a program has one of a tile's records.
+    Grid (tiles, modules · terms · lanes, splits): a program has one of a tile's records. With pdl it lets expand begin,
+    and waits for the previous launch.
     """
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     BLOCK_T: tl.constexpr = C.block_t
     BLOCK_R: tl.constexpr = C.block_r
     BLOCK_K: tl.constexpr = C.block_k
@@ -498,12 +502,16 @@ def _expand_tile(
         start = base + offset + rows.to(tl.int64) * slab
         first, second, left = _find_rows(pages, start, live, width, C.records.page)
         b = _load_rows(adapters.arena, pages, start, first, second, left, column, live, width, C.row, C)
+        if C.pdl and y.dtype.element_ty != tl.float32:  # once it has asked for rank-rows; further waits take no time
+            cuda.gdc_wait()
         value = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
         for split in tl.range(C.splits, num_stages=1):  # unrolled, the parts would take more registers
             slot = ((split * tokens + token).to(tl.int64) * C.modules.count + group) * C.terms + term
             at = slot * (C.records.blocks * _ROWS)
             value += tl.load(adapters.h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
         total = tl.dot(value.to(b.dtype), b, total, input_precision="ieee")
+    if C.pdl:  # the loop may have had no rank-rows
+        cuda.gdc_wait()
     target = y + token.to(tl.int64)[:, None] * y_stride + _column_of(group, C) + column[None, :]
     mask = own[:, None] & (column < changed)[None, :]
     after = tl.load(target, mask=mask, other=0.0).to(tl.float32) + factor * total
@@ -515,14 +523,21 @@ def expand_prefill(y, adapters, layer, layers, max_pages, tokens, y_stride, C: t
     """Like expand_decode, with the same arguments and grid, for block_t tokens of a tile at once on tensor cores.
 
     The tensor cores take h in the dtype of B. Terms are added to y one after the other: two sums at once would take all
-    registers.
+    registers. With pdl the first rank-rows are asked for before the previous launch has ended, but for float32's, which
+    would take twice as many registers until then.
     """
     BLOCK_N: tl.constexpr = C.block_n
     TERMS: tl.constexpr = C.terms
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        if y.dtype.element_ty == tl.float32:
+            cuda.gdc_wait()
     block, tile = tl.program_id(0), tl.program_id(1)
     tiles = adapters.tiles + tile * (TERMS * _TILE)
     more = tl.load(tiles + (_MORE if TERMS > 1 else _TABLE_ROW))
     if more < 0:
+        if C.pdl:
+            cuda.gdc_wait()
         return
     group = _find_module(block, C)
     column = (block - _block_of(group, C)) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -533,6 +548,8 @@ def expand_prefill(y, adapters, layer, layers, max_pages, tokens, y_stride, C: t
             its = tiles + at * _TILE
             _expand_tile(y, adapters, its, group, at % TERMS, column, layer, layers, max_pages, tokens, y_stride, C)
             tl.debug_barrier()  # another thread may add the next term to an output
+    if C.pdl:  # programs of adapters that don't change the module have not waited
+        cuda.gdc_wait()
 
 
 class Shrunk(NamedTuple):
@@ -687,7 +704,6 @@ def _launch(shape: SgmvShape, terms: int, pdl: bool) -> _Launch:
         raise ValueError("modules must be at most four projections with adjacent outputs")
     if shape.page_elems * shape.itemsize % 16:
         raise ValueError("the size of a page must be a multiple of 16 bytes")
-    pdl = pdl and not schedule.tensor_cores
     early = dependent_launch.options(pdl)
     shrink_c, expand_c = (replace(make(shape, terms), pdl=pdl) for make in (shrink_constants, expand_constants))
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode

@@ -15,6 +15,13 @@ from ..gemm.swapped_gemm_schedule import BLOCK_K, Tile, blocks_of, stages_of, sw
 #: Rows of a tile: those of one matrix instruction of a warp, of a warp group, and of two.
 TILE_ROWS = 16, 64, 128
 
+#: The most rows of a step whose tiles have the fewest rows.
+FEW_ROWS = 64
+
+#: Rows of a matrix that a program of a large tile reads: so many that several programs fit on a multiprocessor, or
+#: twice as many, for fewer instructions and for reading rows of x half as often. A race says which is faster.
+TILE_COLUMNS = 128, 256
+
 #: From so many rows of an expert on average, tiles have the most rows: an expert's last tile is half empty on average,
 #: and a tile of 128 rows reads 2/3 of the bytes for a product that one of 64 reads.
 _MANY_ROWS = 96
@@ -37,6 +44,17 @@ class Gate(NamedTuple):
     gating: Gating = Gating.SILU
     alpha: float = 0.0
     limit: float = 0.0
+
+
+class ExpertLaunches(NamedTuple):
+    """How a GPU launches the products of a mixture's experts."""
+
+    joins: bool = False
+    """The activation is in the launch of gate and up, and few rows are not sorted."""
+    swaps: bool = False
+    """Narrow weights are the first operand."""
+    is_wide: bool = False
+    """See `tile_constants`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +114,7 @@ def most_rows(form: WeightForm) -> int:
 
 def tile_rows(rows: int, pairs: int, experts: int, most: int = TILE_ROWS[2]) -> int:
     """Rows of the tiles of a step with so many rows and pairs of a row and an expert; at most `most`."""
-    if rows <= TILE_ROWS[1]:
+    if rows <= FEW_ROWS:
         return TILE_ROWS[0]
     return min(most, TILE_ROWS[2] if pairs >= _MANY_ROWS * experts else TILE_ROWS[1])
 
@@ -124,21 +142,23 @@ def tile_constants(
     gate: Gate | None = None,
     of_pairs: bool = False,
     pdl: bool = False,
+    is_wide: bool = False,
 ) -> TileConstants:
-    """d_out: columns of the result. itemsize: of an element of x. A block of narrow weights has one scale, but for
-    MXFP4.
+    """d_out: columns of the result. itemsize: of an element of x. is_wide: tiles of 64 rows have the most columns,
+    which changes no bits. A block of narrow weights has one scale, but for MXFP4.
     """
-    is_wide = block_t > TILE_ROWS[0] and itemsize == 2
+    columns = _columns(block_t, is_wide=is_wide)
+    is_large = block_t > TILE_ROWS[0] and itemsize == 2
     block_k = 64 if itemsize == 2 else 32
-    if form.bits < 16 and not is_wide and itemsize == 2 and (form.float4 or not form.group % _NARROW_K):
+    if form.bits < 16 and not is_large and itemsize == 2 and (form.float4 or not form.group % _NARROW_K):
         block_k = _NARROW_K
     return TileConstants(
         d_in=d_in,
         d_out=d_out,
         block_t=block_t,
-        block_n=128 if is_wide else 32,
+        block_n=columns if is_large else 32,
         block_k=block_k,
-        stages=3 if is_wide else 4,
+        stages=4 if not is_large else 3 if columns == TILE_COLUMNS[0] else 2,
         per_row=per_row,
         experts=experts,
         bias=bias,
@@ -155,20 +175,26 @@ def tile_constants(
     )
 
 
-def swapped(constants: TileConstants, form: WeightForm) -> SwappedTileConstants:
-    """The same launch with narrow weights as the first operand. Inputs are summed alike in tiles of all sizes."""
-    tile = _swapped_tile(constants.block_t)
+def swapped(constants: TileConstants, form: WeightForm, *, is_wide: bool = False) -> SwappedTileConstants:
+    """The same launch with narrow weights as the first operand. Inputs are summed alike in tiles of all sizes. is_wide:
+    see `tile_constants`.
+    """
+    is_large = constants.block_t > TILE_ROWS[0]
+    columns = _columns(constants.block_t, is_wide=is_wide)
+    tile = Tile(constants.block_t, columns, 8) if is_large else Tile(constants.block_t, 64, 4)
     sizes = replace(constants, block_n=tile.columns, block_k=BLOCK_K, stages=stages_of(tile))
     return SwappedTileConstants(**asdict(sizes), blocks=blocks_of(form), warps=tile.warps)
 
 
-def _swapped_tile(block_t: int) -> Tile:
-    return Tile(block_t, 64, 4) if block_t == TILE_ROWS[0] else Tile(block_t, 128, 8)
+def _columns(block_t: int, *, is_wide: bool) -> int:
+    """Of a large tile. With 128 rows the most columns would spill registers."""
+    return TILE_COLUMNS[is_wide and block_t == TILE_ROWS[1]]
 
 
 def tile_options(constants: TileConstants) -> dict[str, int | bool]:
     """Options of a launch."""
     if isinstance(constants, SwappedTileConstants):
-        return swapped_options(_swapped_tile(constants.block_t), WeightForm(float8=constants.float8))
+        tile = Tile(constants.block_t, constants.block_n, constants.warps)
+        return swapped_options(tile, WeightForm(float8=constants.float8))
     warps = 8 if constants.block_n > 64 else 4
     return {"num_warps": warps, "num_stages": constants.stages, "enable_fp_fusion": False}

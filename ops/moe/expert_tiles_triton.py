@@ -12,7 +12,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.cuda as cuda
 
 from .. import dependent_launch
 from ..elementwise.gates_triton import gated
@@ -22,6 +21,7 @@ from ..gemm.small_gemm_triton import _add_product, _load_scale, _load_weight, fo
 from ..launch_triton import KernelLauncher
 from .expert_tiles import ExpertTiles, Stack
 from .expert_tiles_schedule import Gate, TileConstants, swapped, tile_constants, tile_options
+from .find_tile_triton import find_tile
 
 _FLOAT4_GROUP = tl.constexpr(FLOAT4_GROUP)
 
@@ -63,22 +63,9 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
     D_OUT: tl.constexpr = C.d_out
     GATED: tl.constexpr = C.gating is not None
     ROWS: tl.constexpr = 2 * D_OUT if GATED else D_OUT
-    if C.pdl:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-    tile = tl.program_id(0)
     dtype = y.dtype.element_ty
-    first, end = tile, tile + 1
-    if not C.of_pairs:
-        first = tl.load(first_of + tile)
-        end = tl.load(end_of + tile)
-    if first < end:
-        expert = tl.load(expert_of + tile).to(tl.int64)
-        place = first + tl.arange(0, BLOCK_T)
-        own = place < end
-        pair = tl.where(own, place, 0).to(tl.int64)
-        if not C.of_pairs:
-            pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
+    has_pairs, expert, pair, own = find_tile(pairs, expert_of, first_of, end_of, C)
+    if has_pairs:
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         own_column = column < ROWS
         if GATED:  # rows of gate and of up alternate, so that one thread has both of a result
@@ -126,14 +113,16 @@ def multiply(
     gate: Gate | None = None,
     *,
     swaps: bool = False,
+    is_wide: bool = False,
 ) -> torch.Tensor:
     """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
 
     x: `[rows, inputs]`. per_row: experts of each of them. gate: the matrices are gate and up, and this is computed of
     their results, with the bits of the activation by itself. swaps: narrow weights are the first operand, by
-    `swapped_tiles_triton`. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A row's bits don't depend on
-    other rows of a step with tiles of this size, or of any size if operands are swapped. MXFP4 is widened as it is
-    loaded, to the numbers of `weight.dense()`; other narrow weights as `small_gemm_triton.multiply` has them.
+    `swapped_tiles_triton`. is_wide: see `tile_constants`. Returns `[rows · per_row, outputs]` in x's dtype, by pair.
+    A row's bits don't depend on other rows of a step with tiles of as many rows, or of any size if operands are
+    swapped. MXFP4 is widened as it is loaded, to the numbers of `weight.dense()`; other narrow weights as
+    `small_gemm_triton.multiply` has them.
     """
     weight, bias = stack.data, stack.bias
     experts, matrix_rows, d_in = weight.shape
@@ -154,8 +143,9 @@ def multiply(
         gate=gate,
         of_pairs=tiles.of_pairs,
         pdl=dependent_launch.begins_early(x.device),
+        is_wide=is_wide,
     )
-    constants = swapped(constants, form) if swaps and form.bits < 16 else constants
+    constants = swapped(constants, form, is_wide=is_wide) if swaps and form.bits < 16 else constants
     grid = len(tiles.expert), -(-matrix_rows // constants.block_n), 1
     tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
     _launcher(constants)(grid, (y, x, parts_of(weight), y if bias is None else bias, *tables), (), (x.stride(0),))

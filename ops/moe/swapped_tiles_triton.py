@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-import triton.language.extra.cuda as cuda
 
 from ..elementwise.gates_triton import gated
 from ..gemm.swapped_gemm_triton import sum_products
 from .expert_tiles_schedule import GATE_ROWS
+from .find_tile_triton import find_tile
 
 _GATE = tl.constexpr(GATE_ROWS)
 
@@ -30,21 +30,8 @@ def multiply_swapped_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_o
     GATED: tl.constexpr = C.gating is not None
     ROWS: tl.constexpr = 2 * D_OUT if GATED else D_OUT
     dtype = y.dtype.element_ty
-    if C.pdl:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-    tile = tl.program_id(0)
-    first, end = tile, tile + 1
-    if not C.of_pairs:
-        first = tl.load(first_of + tile)
-        end = tl.load(end_of + tile)
-    if first < end:
-        expert = tl.load(expert_of + tile).to(tl.int64)
-        place = first + tl.arange(0, BLOCK_T)
-        own = place < end
-        pair = tl.where(own, place, 0).to(tl.int64)
-        if not C.of_pairs:
-            pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
+    has_pairs, expert, pair, own = find_tile(pairs, expert_of, first_of, end_of, C)
+    if has_pairs:
         within = tl.arange(0, BLOCK_N)
         column = tl.program_id(1) * BLOCK_N + within
         if GATED:  # rows of gate and of up alternate, so that one thread has both of a result

@@ -468,15 +468,16 @@ def _experts(
     gate: expert_tiles_schedule.Gate | None = None,
     of_pairs: bool = False,
     swaps: bool = False,
+    is_wide: bool = False,
 ) -> Elementwise:
     """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts. gate: of the activation.
-    swaps: weights are the first operand.
+    swaps: weights are the first operand. is_wide: tiles have the most columns.
     """
     its = expert_tiles_schedule
     numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form, "gate": gate, "of_pairs": of_pairs}
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
-    constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers)
-    constants = its.swapped(constants, form) if swaps else constants
+    constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers, is_wide=is_wide)
+    constants = its.swapped(constants, form, is_wide=is_wide) if swaps else constants
     return Elementwise(
         "moe.swapped_tiles_triton" if swaps else "moe.expert_tiles_triton",
         "multiply_swapped_tiles" if swaps else "multiply_tiles",
@@ -546,6 +547,20 @@ SWAPPED_EXPERTS = {
     },
     "swapped-down-int4.4": _experts(768, 2048, 4, per_row=1, form=FORMS["int4"], of_pairs=True, swaps=True),
     "swapped-down-int4.2048": _experts(768, 2048, 2048, per_row=1, form=FORMS["int4"], swaps=True),
+}
+
+#: The same products in tiles of 64 rows and 256 columns.
+WIDE_EXPERTS = {
+    "wide.gated": _experts(2048, 768, 512, per_row=8, gate=_SILU, is_wide=True),
+    "wide.down": _experts(768, 2048, 512, per_row=1, is_wide=True),
+    "wide.biased": _experts(2880, 2880, 512, per_row=4, bias=True, gate=_SWIGLU, is_wide=True),
+    **{
+        f"wide-{name}.512": _experts(2048, 768, 512, per_row=8, form=form, gate=_SILU, swaps=True, is_wide=True)
+        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
+    },
+    "wide-mxfp4.512": _experts(
+        2880, 2880, 512, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU, swaps=True, is_wide=True
+    ),
 }
 
 
@@ -763,7 +778,7 @@ LATENT_LORA = {
 
 #: Launches that read no rank-rows, or those of one projection alone.
 PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | SWAPPED | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
-PLAIN |= SPLIT | GATED_EXPERTS | SWAPPED_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
+PLAIN |= SPLIT | GATED_EXPERTS | SWAPPED_EXPERTS | WIDE_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -932,7 +947,7 @@ def plain_variants() -> Iterator[Variant]:
     for group, launch in (LATENT_LORA | SPLIT).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS | SWAPPED_EXPERTS).items():
+    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS | SWAPPED_EXPERTS | WIDE_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
     for group, launch in DRAWS.items():
@@ -972,7 +987,7 @@ def job_of(variant: Variant, arch: str) -> Job:
 
 def _early(variant: Variant, constants: dict[str, Any]) -> dict[str, Any] | None:
     """The constants of a launch that begins early, as serving launches it; None if it never does."""
-    if not hasattr(constants["C"], "pdl") or variant.kernel.endswith("prefill"):
+    if not hasattr(constants["C"], "pdl"):
         return None
     return {"C": replace(constants["C"], pdl=True)}
 

@@ -25,6 +25,7 @@ from ....ops.library.native_descriptors import NativeActivation
 from ....ops.library.native_integers import IntegerPanels
 from ....ops.moe import expert_gemms
 from ....ops.moe.expert_gemms import Matrix, Panels, multiply_each
+from ....ops.moe.expert_tiles_schedule import ExpertLaunches
 from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixture
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
@@ -34,6 +35,9 @@ from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
 
 _T = TypeVar("_T")
+
+APART = ExpertLaunches()
+"""The activation is a launch of its own, and rows are sorted."""
 
 _MIXED_ROWS = 256
 """Rows whose weighted outputs are added up at once."""
@@ -85,15 +89,14 @@ class ExpertWeights(ABC):
         lora: MixtureLora | MixtureLaunches | None = None,
         factors: torch.Tensor | None = None,
         *,
-        joins: bool = False,
-        swaps: bool = False,
+        launches: ExpertLaunches = APART,
     ) -> torch.Tensor:
         """The experts' outputs for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
         are read.
 
         chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
-        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are. joins, swaps:
-        see `mix_experts`.
+        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are. launches: on
+        a GPU.
         """
 
     @abstractmethod
@@ -161,8 +164,7 @@ class ListedExperts(ExpertWeights):
         lora: MixtureLora | MixtureLaunches | None = None,
         factors: torch.Tensor | None = None,
         *,
-        joins: bool = False,
-        swaps: bool = False,
+        launches: ExpertLaunches = APART,
     ) -> torch.Tensor:
         experts = chosen.flatten().numpy()
         places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
@@ -359,12 +361,10 @@ def mix_experts(
     lora: MixtureLora | MixtureLaunches | None = None,
     routed: torch.Tensor | None = None,
     *,
-    joins: bool = False,
-    swaps: bool = False,
+    launches: ExpertLaunches = APART,
 ) -> torch.Tensor:
     """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters. routed: the
-    router's input, where that is another one than the experts'. joins: on a GPU, with fewer launches, as `SMALL` of
-    `GemmBackend` says. swaps: narrow weights are the first operand, as `SWAPPED` says.
+    router's input, where that is another one than the experts'. launches: on a GPU.
     """
     if routed is None and (native := weights.native(spec)) is not None:
         return native.mix(x, None if (own := lora_of(lora, MixtureLora)) is None else own.native).y
@@ -376,7 +376,7 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
-    outputs = weights.outputs(x, experts, spec, lora, of_inputs, joins=joins, swaps=swaps).view(*experts.shape, -1)
+    outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches).view(*experts.shape, -1)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 

@@ -17,10 +17,10 @@ from ....ops.elementwise.elementwise_schedule import Gating
 from ....ops.gemm import narrow_weights
 from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.moe.expert_tiles import ExpertTiles, Stack
-from ....ops.moe.expert_tiles_schedule import UNSORTED_ROWS, Gate
+from ....ops.moe.expert_tiles_schedule import UNSORTED_ROWS, ExpertLaunches, Gate
 from ....ops.moe.routing_schedule import choice_constants
 from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, UngatedActivation
-from .experts import ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
+from .experts import APART, ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
 
@@ -74,21 +74,20 @@ class StackedExperts(ExpertWeights):
         lora: MixtureLora | MixtureLaunches | None = None,
         factors: torch.Tensor | None = None,
         *,
-        joins: bool = False,
-        swaps: bool = False,
+        launches: ExpertLaunches = APART,
     ) -> torch.Tensor:
         from ....ops.moe import expert_tiles_triton
         from ....ops.moe.routing_triton import tiles_of
 
-        multiply = partial(expert_tiles_triton.multiply, swaps=swaps)
-        per_token, launches = spec.routing.per_token, lora_of(lora, MixtureLaunches)
-        added = None if launches is None else launches.routed(chosen)
-        if joins and len(chosen) <= UNSORTED_ROWS and (added is None or not added.has_runs):
+        multiply = partial(expert_tiles_triton.multiply, swaps=launches.swaps, is_wide=launches.is_wide)
+        per_token, of_adapters = spec.routing.per_token, lora_of(lora, MixtureLaunches)
+        added = None if of_adapters is None else of_adapters.routed(chosen)
+        if launches.joins and len(chosen) <= UNSORTED_ROWS and (added is None or not added.has_runs):
             tiles = ExpertTiles.unsorted(chosen)
         else:
             tiles = tiles_of(chosen, spec.count, self.gate_up, self.down)
         if added is None:
-            gate = _gate_of(spec.activation) if joins and factors is None else None
+            gate = _gate_of(spec.activation) if launches.joins and factors is None else None
             hidden = multiply(x, self.gate_up, tiles, per_token, gate)
             if factors is not None:
                 hidden.mul_(factors.view(-1, 1))

@@ -9,6 +9,7 @@ import torch
 
 from ....ops.elementwise import elementwise
 from ....ops.elementwise.sparse_gates import sparse_gates as with_sparse_gates
+from ....ops.moe.expert_tiles_schedule import ExpertLaunches
 from ..batch import GemmBackend, GemmKind
 from ..moe.experts import ExpertWeights, mix_experts
 from ..moe.stacked_experts import StackedExperts
@@ -73,6 +74,13 @@ def backend_of(step: Step, experts: ExpertWeights) -> GemmBackend:
     return GemmBackend.LIBRARY if kind is None else backends.get(kind, GemmBackend.LIBRARY)
 
 
+def _launches(backend: GemmBackend) -> ExpertLaunches:
+    """Those of a mixture."""
+    is_wide = backend is GemmBackend.WIDE
+    joins, swaps = backend is not GemmBackend.LIBRARY, is_wide or backend is GemmBackend.SWAPPED
+    return ExpertLaunches(joins=joins, swaps=swaps, is_wide=is_wide)
+
+
 def moe(op: Moe, at: OpContext) -> Run:
     read, index, spec = reader(op.x), at.index, op.spec
     routed_of = None if op.routed is None else reader(op.routed)
@@ -81,9 +89,8 @@ def moe(op: Moe, at: OpContext) -> Run:
         names, experts, lora = step.names, step.layers[index][op.experts], step.batch.lora
         added = None if lora is None else lora.mixture(index)
         routed = None if routed_of is None else routed_of(names)
-        backend = backend_of(step, experts)
-        joins, swaps = backend is not GemmBackend.LIBRARY, backend is GemmBackend.SWAPPED
-        names[op.out] = mix_experts(read(names), experts, spec, added, routed, joins=joins, swaps=swaps)
+        launches = _launches(backend_of(step, experts))
+        names[op.out] = mix_experts(read(names), experts, spec, added, routed, launches=launches)
 
     return run
 

@@ -21,7 +21,6 @@ from chorus.core.executors.cuda_decode import DecodeSteps  # noqa: E402
 from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     asked_backends,
     choose_combination,
-    choose_for_prompts,
     combinations_of,
     compile_ahead,
     compile_late,
@@ -244,73 +243,77 @@ def test_narrow_weights_have_one_more_combination_also_if_their_kernel_is_refuse
     assert "swapped" not in combinations_of({DOWN: [small]})
 
 
-@pytest.mark.parametrize(
-    ("setting", "slower", "joins"),
-    [("auto", 1.01, True), ("auto", 1.05, False), ("on", 9.0, True), ("off", 0.5, False)],
-)
-def test_launches_of_experts_are_joined_in_prompts_unless_that_is_clearly_slower(setting, slower, joins):
-    """All layers' mixtures are timed, by themselves: other products of prompts are the library's."""
-    kind = GemmKind(192, 64, "bfloat16", experts=8)
-    uses, asked = [SimpleNamespace(name="EXPERTS", layer=index) for index in range(3)], []
-    decoder = SimpleNamespace(
-        dtype=torch.bfloat16,
-        arena=SimpleNamespace(pages=torch.empty(0)),
-        gemms=lambda every=False: {DOWN: uses[:1], kind: uses if every else uses[:1]},
-        run_gemm=lambda use, backend, x: asked.append((use.layer, backend, len(x))),
-    )
-
-    def seconds(run):
-        asked.clear()
-        run()
-        (backend,) = {each[1] for each in asked}
-        assert asked == [(layer, backend, 500) for layer in range(3)]
-        return slower if backend is GemmBackend.SMALL else 1.0
-
-    found = choose_for_prompts(setting, decoder, 500, SimpleNamespace(seconds=seconds))
-    assert found == ({kind: GemmBackend.SMALL} if joins else {})
-
-
 class ExpertClock:
-    """A decoder with narrow experts alone, and a device that times its mixtures: `took(BACKEND, ROWS)`."""
+    """A decoder with experts alone, and a device that times its mixtures: `took(BACKEND, ROWS)`."""
 
-    KIND = GemmKind(192, 64, "int4 in groups of 64", experts=8, is_narrow=True)
+    NARROW = GemmKind(192, 64, "int4 in groups of 64", experts=8, is_narrow=True)
+    PLAIN = GemmKind(192, 64, "bfloat16", experts=8)
 
-    def __init__(self, took, wrong=()):
-        self._took, self._wrong, self._last, self.timed = took, wrong, ("", 0), []
+    def __init__(self, took, wrong=(), kind=NARROW):
+        self._took, self._wrong, self._kind, self._last = took, wrong, kind, []
+        self.timed, self.failure = [], lambda: None
         self.dtype, self.arena = torch.bfloat16, SimpleNamespace(pages=torch.empty(0))
 
     def gemms(self, every=False):
-        return {self.KIND: [SimpleNamespace(name="EXPERTS", op=None)]}
+        return {
+            self._kind: [SimpleNamespace(name="EXPERTS", op=None, layer=layer) for layer in range(3 if every else 1)]
+        }
 
     def run_gemm(self, use, backend, x, lora=None):
-        self._last = backend, len(x)
+        self._last.append((use.layer, backend, len(x)))
         return torch.full((1,), 2.0 if backend in self._wrong else 1.0)
 
     def seconds(self, run):
+        self._last.clear()
         run()
-        self.timed.append(self._last)
-        return self._took(*self._last)
+        (each,) = {found[1:] for found in self._last}
+        assert [found[0] for found in self._last] == [0, 1, 2], "mixtures of all layers are timed"
+        self.timed.append(each)
+        return self._took(*each)
 
 
-def test_mixtures_of_narrow_experts_have_the_fastest_kernel_for_each_size():
+@pytest.mark.parametrize(
+    ("setting", "slower", "joins"),
+    [("auto", 1.01, True), ("auto", 1.05, False), ("on", 9.0, True), ("fused", 9.0, True), ("off", 0.5, False)],
+)
+@pytest.mark.parametrize("captures", [True, False])
+def test_launches_of_experts_are_joined_in_prompts_unless_that_is_clearly_slower(setting, slower, joins, captures):
+    """They are timed by themselves: other products of prompts are the library's."""
+    library, kind = GemmBackend.LIBRARY, ExpertClock.PLAIN
+    clock = ExpertClock(lambda backend, rows: 1.0 if backend is library else slower, kind=kind)
+    found = choose_row_backends(setting, clock, clock, most_rows=500, most_logits=64, captures=captures)
+    assert [found.of(rows).get(kind, library) for rows in (1, 500)] == [GemmBackend.SMALL if joins else library] * 2
+    assert bool(clock.timed) == (setting == "auto")
+
+
+@pytest.mark.parametrize("kind", [ExpertClock.NARROW, ExpertClock.PLAIN])
+def test_mixtures_of_experts_have_the_fastest_kernel_for_each_size(kind):
     """Steps of more rows than are timed have that of the largest that is."""
-    small, swapped, library = GemmBackend.SMALL, GemmBackend.SWAPPED, GemmBackend.LIBRARY
+    small, library, wide = GemmBackend.SMALL, GemmBackend.LIBRARY, GemmBackend.WIDE
+    other = GemmBackend.SWAPPED if kind.is_narrow else small
     times = {small: 1.0, library: 1.1}
-    clock = ExpertClock(lambda backend, rows: times.get(backend, 0.9 if rows >= 64 else 0.99))
+
+    def took(backend, rows):
+        if backend is wide:
+            return 0.8 if rows > 512 else 2.0
+        return times.get(backend, 0.9 if rows >= 64 else 0.99)
+
+    clock = ExpertClock(took, kind=kind)
     found = choose_row_backends("auto", clock, clock, most_rows=8192, most_logits=64, captures=True)
-    chosen = {rows: found.of(rows)[clock.KIND] for rows in (1, 32, 33, 100, 2048, 5000, 9000)}
-    assert chosen == {1: small, 32: small, 33: swapped, 100: swapped, 2048: swapped, 5000: swapped, 9000: swapped}
+    for rows, each in ((1, small), (32, small), (33, other), (512, other), (513, wide), (2048, wide), (9000, wide)):
+        assert found.of(rows)[kind] is each, rows
     assert max(rows for _, rows in clock.timed) == 2048
-    clock = ExpertClock(lambda backend, rows: 0.5 if backend is library else 1.0)
+    assert min(rows for backend, rows in clock.timed if backend is wide) == 128, "tiles of few rows are no wider"
+    clock = ExpertClock(lambda backend, rows: 0.5 if backend is library else 1.0, kind=kind)
     found = choose_row_backends("auto", clock, clock, most_rows=16, most_logits=64, captures=True)
-    assert found.of(16) == {clock.KIND: library}
+    assert found.of(16) == {kind: library}
 
 
 def test_experts_have_operands_swapped_where_they_are_asked_for_and_right(caplog):
-    small, swapped = GemmBackend.SMALL, GemmBackend.SWAPPED
-    kind = ExpertClock.KIND
-    assert asked_backends("auto", kind, 64) == [small, swapped]
-    assert [asked_backends(setting, kind, 64) for setting in ("on", "fused", "swapped")] == [
+    small, swapped, wide = GemmBackend.SMALL, GemmBackend.SWAPPED, GemmBackend.WIDE
+    kind = ExpertClock.NARROW
+    assert [asked_backends("auto", kind, rows) for rows in (64, 65)] == [[small, swapped], [small, swapped, wide]]
+    assert [asked_backends(setting, kind, 65) for setting in ("on", "fused", "swapped")] == [
         [small],
         [small],
         [swapped],
@@ -318,9 +321,8 @@ def test_experts_have_operands_swapped_where_they_are_asked_for_and_right(caplog
     numbers = {"most_rows": 64, "most_logits": 64, "captures": True}
     clock = ExpertClock(None)
     assert choose_row_backends("swapped", clock, clock, **numbers).of(64) == {kind: swapped}
-    assert choose_row_backends("on", clock, clock, **numbers, always={kind: small}).of(64) == {kind: small}
+    assert choose_row_backends("on", clock, clock, **numbers).of(64) == {kind: small}
     clock = ExpertClock(lambda backend, rows: 0.5 if backend is swapped else 1.0, wrong=[swapped])
-    clock.failure = lambda: None
     assert choose_row_backends("auto", clock, clock, **numbers).of(64) == {kind: small}
     assert "swapped of EXPERTS 64 → 192 in int4 in groups of 64 is not used: it differs by" in caplog.text
 
@@ -386,7 +388,7 @@ def test_a_race_takes_the_first_backend_that_none_is_clearly_faster_than(times, 
 
 
 def test_experts_have_no_adapters_expanded_in_their_launches():
-    assert asked_backends("auto", GemmKind(192, 64, "bfloat16", experts=8), 1) == [GemmBackend.SMALL]
+    assert asked_backends("auto", ExpertClock.PLAIN, 1) == [GemmBackend.SMALL]
 
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:

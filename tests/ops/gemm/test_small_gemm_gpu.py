@@ -16,7 +16,7 @@ from chorus.ops import dependent_launch
 from chorus.ops.elementwise.elementwise import rms_norm
 from chorus.ops.gemm.narrow_weights import is_kept
 from chorus.ops.launch_triton import compiling
-from chorus.ops.lora.sgmv_schedule import decode
+from chorus.ops.lora.sgmv_schedule import decode, prefill
 
 from .test_expanded_product import MAX_RANK, World, check_companies, check_values
 from .test_narrow_weights import forms, kept
@@ -166,7 +166,8 @@ def test_seconds_are_of_replays():
     assert float(values[0]) == 5, "once before the capture, a replay to warm up, and three that are timed"
 
 
-def test_rank_rows_that_are_loaded_early_are_those_behind_an_event():
+@pytest.mark.parametrize("schedule", [decode(4, MAX_RANK), prefill(4, MAX_RANK)], ids=["decode", "prompts"])
+def test_rank_rows_that_are_loaded_early_are_those_behind_an_event(schedule):
     """Shrink and expand load rank-rows before the previous launch has ended. In a step a norm follows
     `cudaStreamWaitEvent` first, and does not begin before the event: no later launch may either.
     """
@@ -177,8 +178,8 @@ def test_rank_rows_that_are_loaded_early_are_those_behind_an_event():
     world, used = World(0, torch.bfloat16, "cuda"), [0, 1, 2, 0]
     d_out, rows = sum(world.widths), len(used)
     arrived, arena = world.arena.cuda(), world.arena.cuda()
-    sgmv = Sgmv(arena, world.tables, world.modules, world.d_in, decode(rows, MAX_RANK))
-    num_tiles = world.tables.plan(world.segments(used), 1)
+    sgmv = Sgmv(arena, world.tables, world.modules, world.d_in, schedule)
+    num_tiles = world.tables.plan(world.segments(used), schedule.tile_tokens)
     x, weight = world.x[:rows].cuda().contiguous(), torch.ones(world.d_in, device="cuda").bfloat16()
     large = torch.randn(4096, 4096, device="cuda").bfloat16()
     main, side, ready = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()

@@ -505,6 +505,57 @@ def test_kernels_are_compiled_beside_each_other():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("terms", [1, 2])
+def test_both_launches_begin_early_where_launches_do(name, terms, monkeypatch):
+    """That neither reads too early is checked on the compiled kernels: below, and by `perf.kernels`."""
+    pytest.importorskip("triton")
+    from chorus.ops import dependent_launch
+    from chorus.ops.launch_triton import KernelLauncher
+
+    launched, tables = [], make_tables(64)
+    y, x, arena = torch.zeros(4, 48), torch.zeros(4, 40), torch.zeros(4, 64)
+
+    def note(self, *_):
+        launched.append((self._constants["C"].pdl, self._constants.get("launch_pdl", False)))
+
+    monkeypatch.setattr(KernelLauncher, "__call__", note)
+    for early in (True, False):
+        launched.clear()
+        monkeypatch.setattr(dependent_launch, "begins_early", lambda device, early=early: early)
+        _run(y, x, arena, tables, 1, [(0, 0, 24), (1, 24, 8), (2, 32, 16)], schedules()[name], 1, terms)
+        assert launched == [(early, early)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+@pytest.mark.parametrize("group", ["qkv", "merged.qkv"])
+def test_expand_of_prompts_asks_for_rank_rows_before_it_waits(group):
+    """And for nothing that the launch before it writes; no program of either launch ends without having waited."""
+    pytest.importorskip("triton")
+    import triton
+
+    from chorus.perf.kernels.ptx import Ptx
+    from chorus.perf.kernels.variants import Variant, job_of
+
+    shrink, expand = (
+        job_of(Variant(f"{side}_prefill", group, "bf16", 256, 64), "sm_90") for side in ("shrink", "expand")
+    )
+    for job in (shrink, expand):
+        assert job.options["launch_pdl"] and job.constants["C"].pdl
+        found = job.compile()
+        assert (found.is_early, found.spill_bytes) == (False, 0)
+    code = triton.compile(expand._source, target=expand._target, options=dict(expand.options)).asm["ptx"]  # noqa: SLF001
+    waits = [
+        sum(each.num_bytes for each in block[: at + 1])
+        for block in Ptx.parse(code).blocks
+        for at, each in enumerate(block)
+        if each.op == "griddepcontrol.wait"
+    ]
+    assert max(waits) >= 16, "bytes that a thread has asked for just before"
+
+
 @pytest.mark.slow
 @pytest.mark.triton
 def test_compiles_for_a_gpu_that_is_not_there():

@@ -18,6 +18,16 @@ NARROW = [
     ("mxfp4", 288, 32),
 ]
 
+#: Forms that are multiplied in wide tiles, likewise; plain weights, too.
+WIDE = [
+    ("plain", 72, 0),
+    ("int8", 72, 72),
+    ("int4", 192, 64),
+    ("int4 zeros", 320, 128),
+    ("fp8", 200, 128),
+    ("mxfp4", 288, 32),
+]
+
 
 def narrow_stack(
     form: str, experts: int, outputs: int, inputs: int, group: int, dtype: torch.dtype, device: str = "cpu"

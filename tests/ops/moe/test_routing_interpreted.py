@@ -15,6 +15,7 @@ from chorus.core.model.specs.feed_forward import Activation, ClampedSwiglu, Expe
 from chorus.ops import dependent_launch
 from chorus.ops.launch_triton import KernelLauncher
 from chorus.ops.moe.expert_tiles import Stack
+from chorus.ops.moe.expert_tiles_schedule import ExpertLaunches
 
 from ...dispatched import dispatched
 from .routing_cases import (
@@ -82,11 +83,11 @@ def test_a_mixture_takes_a_launch_for_each_of_its_steps(monkeypatch):
     assert operations == {"neg": 1, "exp_": 1, "add_": 1, "div": 1, "mul": 1}, "of silu, on a CPU, and of the product"
     launched.clear()
     with dispatched() as operations:
-        mix_experts(x, weights, spec, joins=True)
+        mix_experts(x, weights, spec, launches=ExpertLaunches(joins=True))
     assert launched == ["multiply_router", "choose_experts", "sort_pairs", *products, "add_experts"]
     assert not operations, "the activation is in the first product's launch"
     launched.clear()
-    mix_experts(x[:4], weights, spec, joins=True)
+    mix_experts(x[:4], weights, spec, launches=ExpertLaunches(joins=True))
     assert launched == ["multiply_router", "choose_experts", *products, "add_experts"], "four rows are not sorted"
 
 
@@ -101,7 +102,7 @@ def test_every_launch_of_a_mixture_begins_early_where_launches_do(monkeypatch):
     for early in (True, False):
         launched.clear()
         monkeypatch.setattr(dependent_launch, "begins_early", lambda device, early=early: early)
-        mix_experts(torch.ones(5, 24), stacked(16), Experts(16, 8, Routing(4)), joins=True)
+        mix_experts(torch.ones(5, 24), stacked(16), Experts(16, 8, Routing(4)), launches=ExpertLaunches(joins=True))
         assert launched == [(early, early)] * 6
 
 
@@ -115,5 +116,6 @@ def test_joined_launches_give_the_values_of_launches_apart(rows, activation):
     x = random_rows(rows, 24, seed=rows)
     for of_inputs in (False, True):
         spec = Experts(16, 8, Routing(4, renormalised=True, of_inputs=of_inputs), activation=activation)
-        apart, joined = (mix_experts(x, weights, spec, joins=joins) for joins in (False, True))
+        ways = (ExpertLaunches(joins=joins) for joins in (False, True))
+        apart, joined = (mix_experts(x, weights, spec, launches=each) for each in ways)
         torch.testing.assert_close(joined, apart, rtol=1e-5, atol=1e-6)

@@ -16,12 +16,12 @@ from chorus.ops.elementwise.elementwise_triton import gate_and_mul
 from chorus.ops.gemm.narrow_weights import NarrowWeight
 from chorus.ops.gemm.small_gemm_schedule import WeightForm
 from chorus.ops.moe.expert_tiles import Stack
-from chorus.ops.moe.expert_tiles_schedule import TILE_ROWS, Gate, swapped, tile_constants
+from chorus.ops.moe.expert_tiles_schedule import TILE_COLUMNS, TILE_ROWS, Gate, swapped, tile_constants
 from chorus.ops.moe.expert_tiles_triton import multiply
 from chorus.ops.moe.routing_triton import tiles_of
 
-from .expert_cases import NARROW, chosen_experts, narrow_stack
-from .swapped_cases import check_bits, check_values
+from .expert_cases import NARROW, WIDE, chosen_experts, narrow_stack
+from .swapped_cases import check_bits, check_values, check_wide
 from .test_expert_tiles_interpreted import GATES
 
 
@@ -72,6 +72,12 @@ def test_a_rows_bits_are_the_same_in_steps_of_all_sizes(form, group):
     check_bits(form, group, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("form", "inputs", "group"), WIDE)
+def test_wide_tiles_give_the_same_bits(form, inputs, group, dtype):
+    check_wide(form, inputs, group, dtype, "cpu")
+
+
 def test_plain_experts_have_no_operands_to_swap():
     """A stack of another form beside a narrow one goes its own way."""
     generator, chosen = torch.Generator().manual_seed(3), chosen_experts(5, 3, 2)
@@ -84,8 +90,11 @@ def test_plain_experts_have_no_operands_to_swap():
 
 @pytest.mark.parametrize("form", [WeightForm(4, 128, zeros=True), WeightForm(8), WeightForm(4, 32, float4=True)])
 def test_inputs_are_summed_alike_in_tiles_of_all_sizes(form):
+    numbers = {"per_row": 8, "experts": 128, "bias": False, "form": form}
     made = [
-        swapped(tile_constants(2048, 768, block_t, 2, per_row=8, experts=128, bias=False, form=form), form)
+        swapped(tile_constants(2048, 768, block_t, 2, **numbers, is_wide=it), form, is_wide=it)
         for block_t in TILE_ROWS
+        for it in (False, True)
     ]
+    assert {each.block_n for each in made} == {64, *TILE_COLUMNS}
     assert len({(each.block_k, each.blocks, each.splits, each.groups) for each in made}) == 1

@@ -17,6 +17,7 @@ ONCE = [
     or (variant.kernel == "attend_rows" and variant.dtype == "fp32" and not variant.group.endswith((".96", ".128")))
     or variant.group == "rotary.interleaved"
     or variant.group == "routing.logits.2048"
+    or (variant.group.startswith("wide") and variant.dtype == "bf16")  # with 128 rows
 ]
 
 
