@@ -54,6 +54,7 @@ class Block:
         "pages",
         "parent",
         "tokens",
+        "users",
         "uses",
         "written",
     )
@@ -77,6 +78,8 @@ class Block:
         self.depth = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[Key, ...], Block] = {}
         self.uses = 1
+        self.users = 0
+        """Requests that go on from it, where blocks have no pages; see `PrefixCache.follow`."""
         self.is_known = True
         self.is_resident = True
         """False if all that is left of it is in host memory. Then so are its descendants."""

@@ -207,6 +207,24 @@ def _emu(rng: random.Random) -> Fields:
     return {**found, "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0])}
 
 
+def _mamba_2(rng: random.Random) -> Fields:
+    groups, head_dim, expand = rng.choice((1, 2, 3)), rng.choice((4, 8, 12, 16)), rng.choice((1, 2, 3))
+    heads = groups * rng.choice((1, 2, 3, 4)) * expand
+    return {
+        **_common(rng),
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "hidden_size": heads * head_dim // expand,
+        "expand": expand,
+        "n_groups": groups,
+        "state_size": rng.choice((4, 8, 16, 24, 40)),
+        "conv_kernel": rng.choice((2, 3, 4)),
+        "use_bias": rng.random() < 0.5,
+        "use_conv_bias": rng.random() < 0.5,
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2)),
+    }
+
+
 DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "bloom": _bloom,
     "mpt": _mpt,
@@ -221,6 +239,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "ax-k1": _ax,
     "mistral-4": _latent,
     "lara-mini": _lara,
+    "mamba-2": _mamba_2,
 }
 """A tiny family → fields of its configuration, at random."""
 

@@ -889,6 +889,17 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
         "50GB",
     ),
+    "mamba-2": (
+        "Mamba2Config",
+        {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+        "20KB",
+    ),
+    "mamba-2-biased": (
+        "Mamba2Config",
+        {"hidden_size": 48, "num_heads": 4, "head_dim": 12, "expand": 1, "state_size": 24, "n_groups": 1,
+         "conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "tie_word_embeddings": True},
+        "50GB",
+    ),
     "granite-swa": (
         "GraniteSWAConfig",
         {**GRANITE_TIED, "attention_multiplier": 0.11, "num_hidden_layers": 5, "sliding_window": 20,
@@ -990,7 +1001,7 @@ LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear", "b_proj"]
 GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1")
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-2")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
 #: name → (rank, alpha, targets), of which a model has some
@@ -1241,7 +1252,7 @@ def save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: An
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
-        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))]
+        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))] or ["in_proj"]
         if config.experts is not None:
             own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
             here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, own)]
