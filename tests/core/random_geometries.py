@@ -225,6 +225,22 @@ def _mamba_2(rng: random.Random) -> Fields:
     }
 
 
+def _recurrent_gemma(rng: random.Random) -> Fields:
+    found = _square(rng)
+    heads = found["num_attention_heads"]
+    return {
+        **found,
+        "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
+        "lru_width": heads * rng.choice((8, 12, 16, 20, 24)),
+        "block_types": rng.choice((["recurrent", "recurrent", "attention"], ["attention", "recurrent"], ["recurrent"])),
+        "attention_window_size": rng.choice((5, 16, 40)),
+        "attention_bias": rng.random() < 0.3,
+        "conv1d_width": rng.choice((2, 3, 4)),
+        "logits_soft_cap": rng.choice((30.0, 300.0)),  # near the cap, all logits are alike
+        "w_init_variance_scale": 0.1,
+    }
+
+
 DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "bloom": _bloom,
     "mpt": _mpt,
@@ -240,6 +256,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "mistral-4": _latent,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
+    "recurrent-gemma": _recurrent_gemma,
 }
 """A tiny family → fields of its configuration, at random."""
 

@@ -10,6 +10,7 @@ import torch
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.recurrent import MambaSpec, ShortConvSpec
+from chorus.core.model.specs.rg_lru import RgLruSpec
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.tensor_parts import parts_of, sources, tensor_shapes
@@ -68,6 +69,29 @@ MAMBA_CODESTRAL = {
     "use_bias": False,
     "use_conv_bias": True,
     "vocab_size": 32768,
+}
+RECURRENT_GEMMA_2B = {
+    "architectures": ["RecurrentGemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_window_size": 2048,
+    "block_types": ["recurrent", "recurrent", "attention"],
+    "bos_token_id": 2,
+    "conv1d_width": 4,
+    "eos_token_id": 1,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2560,
+    "intermediate_size": 15360,
+    "logits_soft_cap": 30.0,
+    "lru_width": 2560,
+    "model_type": "recurrent_gemma",
+    "num_attention_heads": 10,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
 }
 ATTENTION_OF_GRANITE = (5, 15, 25, 35)
 GRANITE_4_H_TINY = {
@@ -267,6 +291,21 @@ def test_mamba_2_as_it_is_published(read):
     assert Shard(0, 2).config(config).recurrent == MambaSpec(64, 64, 4, 128, eps=1e-5)
 
 
+def test_recurrent_gemma_as_it_is_published(read):
+    config = read(RECURRENT_GEMMA_2B)
+    kinds = [(layer.recurrent, layer.attention) for layer in config.layers]
+    assert [sum(each is not None for each in kind) for kind in zip(*kinds, strict=True)] == [18, 8]
+    assert config.recurrent == RgLruSpec(10, 256)
+    assert (config.attention.window, config.attention.rope.dim, config.attention.o_bias) == (2048, 128, True)
+    assert (config.intermediate_size, config.logits_softcap, config.tie_word_embeddings) == (7680, 30.0, True)
+    assert config.embedding_multiplier == 50.5, "in bfloat16"
+    assert kept_bytes(config, 2) == pytest.approx(2 * 2.68e9, rel=0.01), "of the model card"
+    assert Shard(1, 5).config(config).recurrent == RgLruSpec(2, 256)
+    own = parts_of(config)["model.layers.0.temporal.rg_lru.input_gate_weight"]
+    assert own.share(1, 5) == ((slice(2, 4),),)
+    assert (config.recurrent.why_not(5), config.recurrent.why_not(4)) == (None, "the number of heads of units, 10,")
+
+
 @pytest.mark.parametrize(
     ("raw", "changes"),
     [
@@ -290,6 +329,15 @@ def test_a_hybrid_may_have_no_attention(read, raw, changes):
         (GRANITE_4_H_TINY, {"hidden_act": "gelu_pytorch_tanh"}, "Mamba layers are supported with silu alone"),
         (GRANITE_4_H_TINY, {"layer_types": ["conv"] * 40}, "conv is not supported; supported: attention, full_"),
         (GRANITE_4_H_TINY, {"layer_types": ["mamba"]}, "1 types for num_hidden_layers, 40"),
+        (RECURRENT_GEMMA_2B, {"hidden_activation": "silu"}, "supported: gelu_pytorch_tanh"),
+        (
+            RECURRENT_GEMMA_2B,
+            {"lru_width": 2564},
+            "lru_width is 2564: it must be a multiple of num_attention_heads, 10",
+        ),
+        (RECURRENT_GEMMA_2B, {"block_types": ["lstm"]}, "lstm is not supported; supported: attention, recurrent"),
+        (RECURRENT_GEMMA_2B, {"intermediate_size": 15361}, "it is that of gate and up together, and must be even"),
+        (RECURRENT_GEMMA_2B, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "no linear rope of this family"),
         (MAMBA_CODESTRAL, {"num_heads": 64}, "head_dim is 64: num_heads 64 times it must be expand"),
         (MAMBA_CODESTRAL, {"n_groups": 5}, "n_groups is 5: num_heads, 128, must be a multiple of it"),
         (MAMBA_CODESTRAL, {"time_step_limit": [0.0, 0.1]}, "limits of time steps are not supported"),
