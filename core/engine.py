@@ -85,7 +85,7 @@ class Engine:
         layout = executor.layout
         self.block_tokens = layout.block_tokens
         """Tokens of a block, whose KV fills a page of each page group."""
-        self.pages_per_token = layout.pages_per_block / layout.block_tokens
+        self.pages_per_token = layout.pages_per_token(config.state_checkpoint_tokens)
         self.pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()

@@ -66,6 +66,7 @@ def _pages_ahead(engine: Owner, tier: CachedPages, swaps: SwapBackend) -> PagesA
     """Copy ahead what two of the largest steps may evict, but not most of the pool, nor more than host memory holds."""
     layout, pool, budget = engine.executor.layout, engine.pool, engine.store.images.budget
     step_pages = -(-engine.config.max_num_batched_tokens // layout.block_tokens) * layout.pages_per_block
+    step_pages = max(step_pages, layout.fixed_pages(1))
     host_pages = budget.capacity_bytes // layout.page_bytes
     return PagesAhead(
         tier,
@@ -95,6 +96,11 @@ def open_disk_tier(engine: Owner) -> DiskTier | None:
         return None
     from .kv_identity import identity_of  # needs torch
 
+    if not executor.layout.groups:
+        raise ValueError(
+            "kv_cache_dir is set, but files hold the KV cache of blocks of tokens, and no layer of the model has any; "
+            "leave it out"
+        )
     if host is None or swaps is None:
         raise ValueError(
             "kv_cache_dir is set, but this engine's executor copies no prefixes that leave the page pool to host "

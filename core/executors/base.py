@@ -278,17 +278,15 @@ class ModelExecutor(ExecutorBase):
     def _page_layout(self, config: EngineConfig, max_model_len: int) -> PageLayout:
         """Raises UnsupportedModel."""
         model, block_tokens = self.config, config.block_tokens
-        if config.kv_cache_dtype == "fp8" and model.attention.latent is not None:
-            raise UnsupportedModel(
-                "kv_cache_dtype is 'fp8', but the model's layers keep latents of keys and values, which are not "
-                "supported in FP8; set it to 'auto'"
-            )
+        if config.kv_cache_dtype == "fp8" and (kept := model.why_no_float8_kv) is not None:
+            raise UnsupportedModel(f"kv_cache_dtype is 'fp8', but {kept}; set it to 'auto'")
         windows = tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers)
         if model.chunked and (unfit := {each for each in windows if each is not None and each % block_tokens}):
             raise UnsupportedModel(
                 f"block_tokens is {block_tokens}, and the model's layers attend to chunks of {min(unfit)} tokens; set "
                 "it to a divisor of that"
             )
+        state = _state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates)
         try:
             return PageLayout(
                 num_layers=len(model.kv_layers),
@@ -297,9 +295,10 @@ class ModelExecutor(ExecutorBase):
                 block_tokens=block_tokens,
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
-                state=_state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates),
+                state=state,
+                state_page_bytes=0 if state is None or model.kv_layers else state.page_bytes,
                 float8_kv=config.kv_cache_dtype == "fp8",
-                value_dim=model.attention.cached_value_dim,
+                value_dim=model.cached_value_dim,
                 windows=windows,
                 chunked=model.chunked,
                 shapes=tuple(mixer.kv_shape for mixer in model.kv_layers) if model.attention_shapes[1:] else (),

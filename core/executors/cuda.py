@@ -337,22 +337,21 @@ class CudaExecutor(CudaShapes):
         config, model, device = self._config, self.config, self._device
         limit, layout = self.model.max_model_len, self.layout
         scores = [scores_of(mixer, limit) for mixer in model.kv_layers]
-        heads = decoder.heads
-        setup = AttentionSetup(
-            heads[0],
-            self._dtype,
-            device.torch_device,
-            max_rows=most_logits(config),
-            max_pages_per_row=layout.blocks_for_tokens(limit),
-            float8_kv=layout.float8_kv,
-            value_dim=layout.value_dim,
-        )
-        groups, rivals = [], []
+        groups, rivals, most_rows = [], [], most_logits(config)
         try:
-            for shape, (layers, window) in zip(heads, layout.groups, strict=True):
-                of_group = replace(setup, heads=shape, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
+            for shape, (layers, window) in zip(decoder.heads, layout.groups, strict=True):
+                of_group = AttentionSetup(
+                    shape,
+                    self._dtype,
+                    device.torch_device,
+                    max_rows=most_rows,
+                    max_pages_per_row=layout.blocks_for_tokens(limit),
+                    float8_kv=layout.float8_kv,
+                    value_dim=layout.value_dim,
+                    scores=tuple(dict.fromkeys(scores[layer] for layer in layers)),
+                )
                 if layout.chunked and window is not None:  # each chunk of a row is a row
-                    rows = 2 * setup.max_rows + config.max_num_batched_tokens // window
+                    rows = 2 * most_rows + config.max_num_batched_tokens // window
                     of_group = replace(of_group, max_rows=rows, max_pages_per_row=window // layout.block_tokens)
                 chosen = choose_attention(of_group, config.attention)
                 groups.append((chosen, window))
@@ -364,7 +363,8 @@ class CudaExecutor(CudaShapes):
         if any(each is not None for each in rivals):
             others = [(other or chosen, window) for other, (chosen, window) in zip(rivals, groups, strict=True)]
             rival = GroupedBackend(others, layout.block_tokens, chunked=chunked)
-        logger.info("attention by %s: %s", attention.name, attention.reason)
+        if groups:
+            logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)
         return CudaSteps(

@@ -58,7 +58,9 @@ class StatePages:
         recurrent = recurrent.unflatten(1, shape)
         for state in (conv, recurrent):  # an index of booleans would have a GPU wait for the host
             state.masked_fill_(fresh.view(-1, *[1] * (state.dim() - 1)), 0)
-        return RecurrentState(conv, recurrent, self._drafts_of(index, pages, drafts) if drafts else None)
+        found = RecurrentState(conv, recurrent, self._drafts_of(index, pages, drafts) if drafts else None)
+        found.fresh = fresh.clone() if self.spec.marks_first else None
+        return found
 
     def write(self, layer: int, pages: torch.Tensor, state: RecurrentState, drafts: int = 0) -> None:
         """Keep states in these pages, and the inputs of so many drafts."""

@@ -41,6 +41,8 @@ class PrefixCopies:
     layout: PageLayout
     costs: RestoreCosts
     clock: Callable[[], float]
+    pages_per_token: float
+    """See `PageLayout.pages_per_token`."""
 
     num_hit_tokens: int = 0
     """Prefix tokens that were copied."""
@@ -59,7 +61,7 @@ class PrefixCopies:
     def are_worth_it(self, blocks: list[Block], resident: list[Block]) -> bool:
         """True if copying what is in host memory is measured to take less time than computing the tokens again."""
         copied = len(self.prefix.absent(blocks)) + (self.layout.state_pages if blocks[-1].checkpoint else 0)
-        computed = (len(blocks) - len(resident)) * self.layout.pages_per_block
+        computed = (len(blocks) - len(resident)) * self.layout.block_tokens * self.pages_per_token
         return copied * self.costs.host_prefix_page < computed * self.costs.prefix_page
 
     def pass_over(self, num_tokens: int) -> None:
@@ -121,7 +123,8 @@ class PrefixCopies:
         seconds, count = self.clock() - fetch.begun, len(fetch.places) + len(fetch.checkpoint)
         self.costs.observe("host_prefix_page", seconds / count)
         self.seconds += seconds
-        self.num_hit_tokens += sum(index in fetched for index in range(len(fetch.blocks))) * self.layout.block_tokens
+        copied = len(fetched) if step else len(fetch.blocks)  # a state alone stands for all tokens before it
+        self.num_hit_tokens += copied * self.layout.block_tokens
 
     def _give_back(self, fetch: Fetch, fetched: dict[int, list[int]]) -> bool:
         """Give blocks pages by their index; False if the cache no longer needs some of them."""

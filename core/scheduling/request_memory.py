@@ -62,7 +62,15 @@ class RequestMemory:
     def __post_init__(self) -> None:
         self.block_tokens = self.layout.block_tokens
         self.copies = PrefixCopies(
-            self.host, self.pool, self.prefix, self.reclaimer, self.swapped, self.layout, self.costs, self.clock
+            self.host,
+            self.pool,
+            self.prefix,
+            self.reclaimer,
+            self.swapped,
+            self.layout,
+            self.costs,
+            self.clock,
+            self.layout.pages_per_token(self.checkpoint_tokens),
         )
 
     @property
@@ -181,7 +189,7 @@ class RequestMemory:
         request.num_computed_tokens = request.room = len(blocks) * self.block_tokens
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
-        request.last_block = blocks[-1] if blocks else None
+        self._go_on_from(request, blocks[-1] if blocks else None)
         request.caching, request.is_refilling = self.use_prefix_cache, False
         request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
         kept = self.kept_tokens(request, blocks)
@@ -473,8 +481,13 @@ class RequestMemory:
             if block is None:
                 request.caching = False
                 return
-            request.last_block = block
+            self._go_on_from(request, block)
             request.num_known_blocks += 1
+
+    def _go_on_from(self, request: Request, block: Block | None) -> None:
+        """Note the last block of a request that the prefix cache knows; None: it knows none, or the request ends."""
+        self.prefix.follow(request.last_block, block)
+        request.last_block = block
 
     def release(self, request: Request) -> None:
         """Free the request's pages and its adapter's pin."""
@@ -489,7 +502,8 @@ class RequestMemory:
         request.block_table.free()
         request.note_pages(0, self.clock())
         del request.block_table
-        request.last_block = request.sequence = None
+        self._go_on_from(request, None)
+        request.sequence = None
         if request.adapter is not None:
             self.store.release(request.adapter)
 

@@ -55,6 +55,7 @@ class Block:
         "parent",
         "scope",
         "tokens",
+        "users",
         "uses",
         "version",
         "written",
@@ -85,6 +86,8 @@ class Block:
         self.depth = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[Key, ...], Block] = {}
         self.uses = 1
+        self.users = 0
+        """Requests that go on from it, where blocks have no pages; see `PrefixCache.follow`."""
         self.is_known = True
         self.is_resident = True
         """False if all that is left of it is in host memory. Then so are its descendants."""

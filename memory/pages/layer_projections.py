@@ -125,6 +125,15 @@ def mamba_projections(hidden: int, heads: int, head_dim: int, groups: int, state
     )
 
 
+def unit_projections(hidden: int, size: int, heads: int) -> tuple[Projection, ...]:
+    """Those of gated linear recurrent units: of their gates, of their inputs, and of their outputs."""
+    return (
+        Projection("temporal.linear_y", Group.MIXER_IN, hidden, size, heads),
+        Projection("temporal.linear_x", Group.MIXER_IN, hidden, size, heads),
+        Projection("temporal.linear_out", Group.MIXER_OUT, size, hidden, heads),
+    )
+
+
 def projections_beside(projections: Sequence[Projection]) -> tuple[Projection, ...]:
     """Those of a recurrent mixer, where it is beside attention. Each mixer has an input of its own."""
     return tuple(replace(each, group=_BESIDE[each.group]) for each in projections)

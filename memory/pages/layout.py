@@ -47,6 +47,8 @@ class PageLayout:
     A page is `[layers of a group, 2, block_tokens, kv_heads, head_dim]`, keys and then values, or `[…, 1, …]` where
     values are parts of keys. A block of tokens has one page of each group. Layers of a group have the same shape. Pages
     are equally large, whatever the shape of a group's layers, so any page may serve any group: see `page_groups`.
+
+    Without layers with KV there is no group: tokens take no page, and pages hold states and adapters.
     """
 
     num_layers: int
@@ -70,6 +72,8 @@ class PageLayout:
     """A value is the first elements of its key, as many as this (latent attention); None: values are kept, too."""
     chunked: bool = False
     """Windows begin at multiples of their lengths. Pages leave as those of other windows do, which see no less."""
+    state_page_bytes: int = 0
+    """Bytes of a page where no layer has KV; see `StateShape.page_bytes`."""
     groups: tuple[PageGroup, ...] = field(init=False)
     layer_shapes: tuple[KvShape, ...] = field(init=False, compare=False)
     """The shape of each layer's KV."""
@@ -91,9 +95,8 @@ class PageLayout:
         groups = page_groups(self.windows or (None,) * self.num_layers, shapes)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "layer_shapes", shapes)
-        object.__setattr__(
-            self, "_token_elems", max(sum(shapes[layer].elems for layer in group.layers) for group in groups)
-        )
+        elems = (sum(shapes[layer].elems for layer in group.layers) for group in groups)
+        object.__setattr__(self, "_token_elems", max(elems, default=0))
         if self.page_bytes % self.itemsize:
             raise ValueError(f"a page has {self.page_bytes} bytes, no multiple of the {self.itemsize} of an element")
         states = None if self.state is None else StateLayout(self.state, self.page_bytes)
@@ -112,6 +115,8 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
+        if not self.groups:
+            return self.state_page_bytes
         return self.block_tokens * self.kv_parts * self._token_elems * self.kv_itemsize
 
     @property
@@ -143,7 +148,16 @@ class PageLayout:
         """The layout of the pages of `size` TP ranks together, each with its share of every page in this layout."""
         state = None if self.state is None else self.state.of_ranks(size)
         shapes = tuple(KvShape(size * shape.heads, shape.head_dim) for shape in self.shapes)
-        return replace(self, kv_heads=size * self.kv_heads, shapes=shapes, state=state)
+        page = size * self.state_page_bytes
+        return replace(self, kv_heads=size * self.kv_heads, shapes=shapes, state=state, state_page_bytes=page)
+
+    def pages_per_token(self, checkpoint_tokens: int) -> float:
+        """Pages that a token takes in a long request. Where tokens take none, a state's pages stand for the tokens from
+        one checkpoint to the next, which have to be computed again without it.
+        """
+        if self.groups:
+            return self.pages_per_block / self.block_tokens
+        return self.state_pages / max(self.block_tokens, checkpoint_tokens)
 
     def first_leaving(self, computed: int) -> int:
         """The number of computed tokens at which, after `computed` of them, another page leaves a window."""
@@ -201,7 +215,7 @@ def page_groups(windows: Sequence[int | None], shapes: Sequence[KvShape] = ()) -
     for layer, (window, shape) in enumerate(zip(windows, shapes or (KvShape(1, 1),) * len(windows), strict=True)):
         alike.setdefault((window, shape), []).append(layer)
     if not alike:
-        return (PageGroup(()),)
+        return ()
     room = _room([_Kind(window is None, shape.elems, len(layers)) for (window, shape), layers in alike.items()])
     ordered = sorted(alike.items(), key=lambda each: each[0][0] is not None)  # groups without a window come first
     return tuple(

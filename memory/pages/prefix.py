@@ -41,6 +41,9 @@ class PrefixCache(BlocksBelow):
     unused block has only unused descendants, and evicting leaves, and pages in windows, one by one can free every
     CACHED page.
 
+    Without page groups, blocks have no pages. Then a block is known while it has a checkpoint or a block after it, or
+    while a request goes on from it: see `follow`.
+
     With a tier below, a block that loses its pages stays in its trie while there are images of them, and a request that
     begins with it takes other pages for them. Of a path in a trie, the first blocks have pages and the others none.
     """
@@ -241,7 +244,7 @@ class PrefixCache(BlocksBelow):
         branch = self._branch(version, start, changed_from)
         tokens = tuple(tokens)
         key = key_of(tokens, branch)
-        if not parent.is_known or not parent.is_resident or not any(pages):
+        if not parent.is_known or not parent.is_resident or (self.num_groups and not any(pages)):
             return None  # the parent was evicted, or all pages have left, behind a window
         if (known := parent.children.get(key)) is not None:
             if known.is_resident:
@@ -258,6 +261,31 @@ class PrefixCache(BlocksBelow):
         self._keep_pages(block, pages)
         self.tell_stored(block, Medium.POOL)
         return block
+
+    def follow(self, left: Block | None, block: Block | None) -> None:
+        """Note that a request goes on from another block than before; None: from none. Its pages say so of a block that
+        has any.
+        """
+        if self.num_groups or left is block:
+            return
+        if block is not None:
+            block.users += 1
+        if left is not None:
+            left.users -= 1
+            self._prune(left)
+
+    def _prune(self, block: Block) -> None:
+        """Forget a block without page groups if nothing needs it, and then those before it."""
+        while block.parent is not None and block.is_known:
+            if self.num_groups or block.users or block.children or block.checkpoint is not None:
+                return
+            parent = block.parent
+            self._forget_block(block)
+            del parent.children[block.key]
+            parent.num_resident_children -= 1
+            if isinstance(parent, Root) and not parent.children:
+                self._drop(parent)
+            block = parent
 
     def _keep_pages(self, block: Block, pages: Sequence[int]) -> None:
         for page in filter(None, pages):
@@ -511,6 +539,7 @@ class PrefixCache(BlocksBelow):
         self._free_checkpoint(checkpoint)
         if self.tier is not None:
             self.tier.forget_state(checkpoint)
+        self._prune(block)
 
     def _free_checkpoint(self, checkpoint: KeptState) -> None:
         self._order.discard(checkpoint)
@@ -529,15 +558,22 @@ class PrefixCache(BlocksBelow):
         return page != PagePool.DUMMY and self._pool.kind(page) is PageKind.CACHED
 
     def _offer(self, block: Block) -> None:
-        """Make a block evictable if it is an unused leaf, or else its unused pages in windows."""
+        """Make a block evictable if it is an unused leaf, or else its unused pages in windows. Without page groups,
+        forget it if nothing needs it.
+        """
         if block.parent is None or not block.is_resident:
             return
-        if block.in_windows is None:
-            if not block.num_resident_children and self._is_unused(block.pages[0]):
-                self._add(block, block, len(block.pages))
-            return
+        if not self.num_groups:
+            self._prune(block)
+        elif block.in_windows is not None:
+            self._offer_in_windows(block, block.in_windows)
+        elif not block.num_resident_children and self._is_unused(block.pages[0]):
+            self._add(block, block, len(block.pages))
+
+    def _offer_in_windows(self, block: Block, in_windows: WindowPages) -> None:
+        """As `_offer`, of a block of a model with windows."""
         self._order.discard(block)
-        self._order.discard(block.in_windows)
+        self._order.discard(in_windows)
         pages, full = block.pages, [block.pages[group] for group in self._full]
         unused = [page for page in pages if self._is_unused(page)]
         # a request that refills a block holds its pages in windows and not the others
@@ -547,7 +583,7 @@ class PrefixCache(BlocksBelow):
             else:
                 self.evict(block)
         elif count := sum(self._is_unused(pages[group]) for group in self._windowed):
-            self._add(block.in_windows, block, count)
+            self._add(in_windows, block, count)
 
     def _add(self, item: Block | WindowPages, block: Block, count: int) -> None:
         """Make `count` pages of a block evictable."""

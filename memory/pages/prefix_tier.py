@@ -55,6 +55,7 @@ class BlocksBelow(ABC):
     """Blocks by adapter version and medium."""
     _order: EvictionOrder
     _windowed: list[int]
+    num_groups: int
 
     def give_back(self, block: Block, pages: Sequence[int], checkpoint: Sequence[int] = ()) -> bool:
         """Give a matched block pages that its images were copied into, which the caller uses; parents come first.
@@ -115,12 +116,14 @@ class BlocksBelow(ABC):
         self.tier.forget(block)
         if block.checkpoint is not None and not block.checkpoint.pages:
             block.checkpoint = None
+            self._prune(block)
 
     def dropped(self, item: Cached) -> None:
         """Forget what has lost its images, and has no page either; the tier below calls it."""
         if isinstance(item, KeptState):
             if not item.pages:
                 item.block.checkpoint = None
+                self._prune(item.block)
         elif isinstance(item, Block) and not item.is_resident:
             self.forget(item)
 
@@ -138,12 +141,12 @@ class BlocksBelow(ABC):
         for block in reversed(found):
             if block.parent is None or not block.is_known:
                 continue
-            if Medium.HOST in mediums and block.images and not block.holds:
+            if Medium.HOST in mediums and _has_loose_images(block):
                 count += not block.is_resident
                 self._clear_images(block)
             if Medium.POOL in mediums and block.is_known and block.is_resident:
                 count += self._clear_pages(block)
-        return count
+        return count if self.num_groups else _count_forgotten(found)
 
     def _clear_images(self, block: Block) -> None:
         if not block.is_resident and block.children:
@@ -163,7 +166,7 @@ class BlocksBelow(ABC):
             self._forget(block, [group for group in self._windowed if self._is_unused(block.pages[group])])
             self._offer(block)
         if block not in self._order:
-            return False
+            return False  # it is in use, or has no pages: then it is forgotten with its checkpoint
         if self.tier is not None and block.has_images(self._windowed):
             self._leave_to_tier(block)
         else:
@@ -208,6 +211,10 @@ class BlocksBelow(ABC):
         """Make a block evictable if it is an unused leaf, or else its unused pages in windows."""
 
     @abstractmethod
+    def _prune(self, block: Block) -> None:
+        """Forget a block without page groups if nothing needs it, and then those before it."""
+
+    @abstractmethod
     def _is_unused(self, page: int) -> bool:
         """True for a known page that no request uses."""
 
@@ -222,3 +229,14 @@ class BlocksBelow(ABC):
     @abstractmethod
     def _free_checkpoint(self, checkpoint: KeptState) -> None:
         """Free a checkpoint's pages."""
+
+
+def _has_loose_images(block: Block) -> bool:
+    """True if there are images of a block or of its checkpoint, and no request is about to copy them."""
+    state = block.checkpoint
+    return not block.holds and bool(block.images or (state is not None and state.images))
+
+
+def _count_forgotten(blocks: Sequence[Block]) -> int:
+    """The number of blocks, without roots, that are not known any more."""
+    return sum(block.parent is not None and not block.is_known for block in blocks)

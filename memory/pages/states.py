@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 FLOAT_BYTES = 4
 """States are float32, whatever the model's dtype."""
 
+_ALIGNMENT_BYTES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
@@ -38,6 +40,12 @@ class StateShape:
 
     most_drafts: int = 0
     """Drafts of a step whose inputs are kept; 0 without speculation."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of a model whose tokens take none: with room for all heads of a layer, or any other part."""
+        largest = FLOAT_BYTES * max(self.conv_elems, self.num_heads * self.head_elems, self.draft_elems)
+        return -(-largest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def of_ranks(self, size: int) -> StateShape:
         """The states of `size` TP ranks together. Their parts are as wide as a page is: a state takes as many pages."""

@@ -110,8 +110,9 @@ def check_step(
 ) -> None:
     """Raise IndexError if a step would read or write outside the model's tensors, the arena or its own tokens."""
     block, table, groups = model.block_tokens, rows.page_table.tolist(), model.page_groups
-    last = [length - 1 for length in rows.kv_lens]
-    width = rows.page_table.shape[1] // groups
+    last = [length - 1 for length in rows.kv_lens] if groups else []
+    table = table if groups else []
+    width = rows.page_table.shape[1] // max(1, groups)
     read = [page for row, at in zip(table, last, strict=True) for page in row[: groups * (at // block + 1)]]
     for name, values, limit in (
         ("token id", token_ids.flatten().tolist(), len(model.embed)),

@@ -113,6 +113,7 @@ class NativeMixer(StrEnum):
     DELTA = "kDelta"
     SHORT_CONV = "kShortConv"
     MAMBA2 = "kMamba2"
+    RG_LRU = "kRgLru"
 
 
 @dataclass(frozen=True, slots=True)

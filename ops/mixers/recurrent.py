@@ -42,19 +42,24 @@ class RecurrentState:
     """`[sequences, most drafts, draft inputs]`: inputs of the last step's drafts; None where neither that step nor this
     one has any."""
 
+    fresh: torch.Tensor | None = None
+    """`[sequences]` of booleans: their next token is their first. None for mixers that compute it as others."""
+
     def of(self, sequences: slice) -> RecurrentState:
         """Of some sequences, in the same memory."""
-        drafts = None if self.drafts is None else self.drafts[sequences]
-        return RecurrentState(self.conv[sequences], self.recurrent[sequences], drafts)
+        drafts, fresh = (None if each is None else each[sequences] for each in (self.drafts, self.fresh))
+        return RecurrentState(self.conv[sequences], self.recurrent[sequences], drafts, fresh)
 
     def ahead(self) -> RecurrentState:
         """A copy that drafts may change."""
-        return RecurrentState(self.conv.clone(), self.recurrent.clone())
+        fresh = None if self.fresh is None else self.fresh.clone()
+        return RecurrentState(self.conv.clone(), self.recurrent.clone(), fresh=fresh)
 
     def choose(self, chosen: torch.Tensor, other: RecurrentState) -> None:
         """Take the other's state of the chosen sequences. chosen: `[sequences]` of booleans."""
-        for own, its in ((self.conv, other.conv), (self.recurrent, other.recurrent)):
-            own.copy_(torch.where(chosen.view(-1, *[1] * (own.dim() - 1)), its, own))
+        for own, its in ((self.conv, other.conv), (self.recurrent, other.recurrent), (self.fresh, other.fresh)):
+            if own is not None and its is not None:
+                own.copy_(torch.where(chosen.view(-1, *[1] * (own.dim() - 1)), its, own))
 
 
 class RecurrentWeights(ABC):

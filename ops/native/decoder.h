@@ -11,6 +11,7 @@
 #include "sampling/head.h"
 #include "attention/latents.h"
 #include "mixers/mamba2.h"
+#include "mixers/rg_lru.h"
 #include "lora/merge.h"
 #include "lora/model_lora.h"
 #include "lora/offload.h"
@@ -84,7 +85,8 @@ class Decoder final : public AnyDecoder {
           offloader_(model),
           delta_(model.delta),
           short_conv_(model.delta),
-          mamba_(model.delta) {}
+          mamba_(model.delta),
+          rg_lru_(model.delta) {}
 
     void forward(const StepDesc& step) override {
         plan(step);
@@ -260,6 +262,7 @@ class Decoder final : public AnyDecoder {
         const bool drafts = m_.most_drafts > 0;
         if (m_.delta.mixer == Mixer::kDelta) delta_.plan(seen, drafts, team_.size());
         if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
+        if (m_.delta.mixer == Mixer::kRgLru) rg_lru_.plan(seen);
     }
 
     void mix(const StepDesc& step, Team::Member& me, const MixOp& op) {
@@ -270,6 +273,7 @@ class Decoder final : public AnyDecoder {
             case Mixer::kDelta: return delta_.run(team_, me, op.weights, states, delta_.inputs(x), out);
             case Mixer::kShortConv: return short_conv_.run(team_, me, op.weights, states, x, out);
             case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, op.weights, states, step.tokens, x, out);
+            case Mixer::kRgLru: return rg_lru_.run(team_, me, op.weights, states, x, out);
         }
     }
 
@@ -363,6 +367,7 @@ class Decoder final : public AnyDecoder {
     GatedDelta delta_;
     ShortConv short_conv_;
     Mamba2 mamba_;
+    RgLru rg_lru_;
     Sampling sampling_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<X> normed_;  // rows of the last norm

@@ -115,6 +115,11 @@ def predicted_profile(
             f"--model {directory}: dtype is {model.dtype}, which a GPU's published bf16 rate does not cover; give a "
             "checkpoint in bfloat16, or measure one with `chorus profile` and give --gpu profile:FILE"
         )
+    if not model.attention_layers:
+        raise PlanError(
+            f"--model {directory}: no layer has attention, so that a request's memory is its states, which plans do "
+            "not count"
+        )
     size, layers = _BYTES[model.dtype], model.num_layers
     # the parts of layers, of which those that were measured have two
     parts = ((it.mixer, it.feed_forward, it.mixer_beside) for it in model.layers)
@@ -128,7 +133,7 @@ def predicted_profile(
     kept = weight_bytes(model, size, quantiser_of(quantization, False, model.weight_format))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
-    kept_parts = 1 if model.attention.latent else 2
+    kept_parts = 1 if model.latent else 2
     kv_bytes = kept_parts * sum(mixer.kv_size for mixer in model.attention_layers) * (1 if float8_kv else size)
     # of a score, and of what is attended
     pair_elems = sum(mixer.num_heads * (mixer.head_dim + mixer.attended_dim) for mixer in model.attention_layers)
@@ -167,7 +172,7 @@ def predicted_profile(
             max_model_len=model.max_context,
             itemsize=size,
             float8_kv=float8_kv,
-            value_dim=model.attention.cached_value_dim,
+            value_dim=model.cached_value_dim,
         ).with_projections(model.projections),
         memory_bytes=Whole(
             value=_arena(directory, gpu, kept.total, model.dtype), source="memory that the weights leave"

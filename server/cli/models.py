@@ -94,6 +94,14 @@ def _heads(mixer: AttentionSpec) -> str:
     return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
 
 
+def _sizes(model: ModelConfig) -> list[str]:
+    """Sizes of what a model has."""
+    heads = " or ".join(map(_heads, model.attention_shapes))
+    dense = f"feed-forward {model.intermediate_size}" if model.intermediate_size else ""
+    found = (f"hidden {model.hidden_size}", dense, heads, f"vocabulary {model.vocab_size}")
+    return [each for each in found if each]
+
+
 def _experts(experts: Experts) -> str:
     shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
     return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{shared}"
@@ -136,8 +144,7 @@ def described(directory: Path) -> list[str]:
     lines = [
         f"{family.title} ({model.architecture}) is served",
         f"context: {model.max_context:,} tokens{more}",
-        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, "
-        f"{' or '.join(map(_heads, model.attention_shapes))}, vocabulary {model.vocab_size}",
+        f"shapes: {', '.join(_sizes(model))}",
         f"adapters may target: {model.module_paths.names}",
     ]
     lines += _images(directory, model)

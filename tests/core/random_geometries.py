@@ -207,6 +207,40 @@ def _emu(rng: random.Random) -> Fields:
     return {**found, "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0])}
 
 
+def _mamba_2(rng: random.Random) -> Fields:
+    groups, head_dim, expand = rng.choice((1, 2, 3)), rng.choice((4, 8, 12, 16)), rng.choice((1, 2, 3))
+    heads = groups * rng.choice((1, 2, 3, 4)) * expand
+    return {
+        **_common(rng),
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "hidden_size": heads * head_dim // expand,
+        "expand": expand,
+        "n_groups": groups,
+        "state_size": rng.choice((4, 8, 16, 24, 40)),
+        "conv_kernel": rng.choice((2, 3, 4)),
+        "use_bias": rng.random() < 0.5,
+        "use_conv_bias": rng.random() < 0.5,
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2)),
+    }
+
+
+def _recurrent_gemma(rng: random.Random) -> Fields:
+    found = _square(rng)
+    heads = found["num_attention_heads"]
+    return {
+        **found,
+        "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
+        "lru_width": heads * rng.choice((8, 12, 16, 20, 24)),
+        "block_types": rng.choice((["recurrent", "recurrent", "attention"], ["attention", "recurrent"], ["recurrent"])),
+        "attention_window_size": rng.choice((5, 16, 40)),
+        "attention_bias": rng.random() < 0.3,
+        "conv1d_width": rng.choice((2, 3, 4)),
+        "logits_soft_cap": rng.choice((30.0, 300.0)),  # near the cap, all logits are alike
+        "w_init_variance_scale": 0.1,
+    }
+
+
 DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "bloom": _bloom,
     "mpt": _mpt,
@@ -221,6 +255,8 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "ax-k1": _ax,
     "mistral-4": _latent,
     "lara-mini": _lara,
+    "mamba-2": _mamba_2,
+    "recurrent-gemma": _recurrent_gemma,
 }
 """A tiny family → fields of its configuration, at random."""
 

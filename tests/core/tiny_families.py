@@ -889,6 +889,29 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
         "50GB",
     ),
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        {"num_hidden_layers": 5, "hidden_size": 48, "num_key_value_heads": 1, "lru_width": 64, "logits_soft_cap": 5.0,
+         "attention_window_size": 20, "w_init_variance_scale": 1.0},
+        "50GB",
+    ),
+    "recurrent-gemma-biased": (
+        "RecurrentGemmaConfig",
+        {"num_hidden_layers": 3, "block_types": ["attention", "recurrent"], "attention_bias": True, "conv1d_width": 3,
+         "tie_word_embeddings": False, "w_init_variance_scale": 1.0},
+        "20KB",
+    ),
+    "mamba-2": (
+        "Mamba2Config",
+        {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+        "20KB",
+    ),
+    "mamba-2-biased": (
+        "Mamba2Config",
+        {"hidden_size": 48, "num_heads": 4, "head_dim": 12, "expand": 1, "state_size": 24, "n_groups": 1,
+         "conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "tie_word_embeddings": True},
+        "50GB",
+    ),
     "granite-swa": (
         "GraniteSWAConfig",
         {**GRANITE_TIED, "attention_multiplier": 0.11, "num_hidden_layers": 5, "sliding_window": 20,
@@ -989,15 +1012,20 @@ ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_pro
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear", "b_proj"]
 GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
+UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1")
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-2")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", *LATENTS, *MLP]),
-    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj", "v_proj@linear", "f_b_proj"]),
-    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", *MLP]),
+    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", *UNITS, *LATENTS, *MLP]),
+    "r8-qv": (
+        8,
+        16,
+        ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj", "v_proj@linear", "f_b_proj", "linear_x"],
+    ),
+    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", "linear_out", *MLP]),
 }
 
 
@@ -1128,6 +1156,8 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
+            elif name.endswith("_gate_weight"):
+                parameter.normal_(0, 0.3)
             elif name.endswith("per_expert_scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("router.scale"):
@@ -1241,7 +1271,7 @@ def save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: An
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
-        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))]
+        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))] or ["in_proj"]
         if config.experts is not None:
             own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
             here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, own)]

@@ -67,6 +67,9 @@ class CheckedBlocks:
             raise Violation(f"pages {kinds} of a known block are others', too, or of other kinds")
         pages.update(kinds)
         unused_state = self._check_checkpoint(block, want[-1], pages)
+        if not windows:
+            self._check_without_pages(block)
+            return unused_state
         order, unused = self.engine.reclaimer.order, [page for page, kind in kinds.items() if kind is PageKind.CACHED]
         anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
         num_resident = sum(child.is_resident for child in block.children.values())
@@ -77,6 +80,14 @@ class CheckedBlocks:
         if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
             raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
         return len(unused) + unused_state
+
+    def _check_without_pages(self, block: Block) -> None:
+        """Check that something needs a known block of a model whose tokens take no page."""
+        at = sum(each.last_block is block for each in self.engine.scheduler.running)
+        promise(block.users == at, "a block counts other requests than go on from it")
+        promise(bool(at or block.children or block.checkpoint), "a known block that nothing needs")
+        promise(block not in self.engine.reclaimer.order, "a block without pages can be evicted")
+        self.reached["block without pages"] += 1
 
     def _check_hosted(self, block: Block, kv: int) -> int:
         """Check a block that has only images; it has no page."""

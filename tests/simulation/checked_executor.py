@@ -49,14 +49,15 @@ class CheckedExecutor(ExecutorBase):
         windows: tuple[int | None, ...] = (None,),
         state_pages: int = 0,
     ) -> None:
-        """windows: of the layers of the made-up model. state_pages: of a state of its other layers; with speculation,
-        one page more has the inputs of drafts.
+        """windows: of the layers of the made-up model with attention; none: there are none, and tokens take no page.
+        state_pages: of a state of its other layers; with speculation, one page more has the inputs of drafts.
         """
         super().__init__()
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS, grammars=made_up_grammars())
-        self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows)
+        alone = {"state_page_bytes": 64 * config.block_tokens}
+        self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows, **alone)
         if state_pages:
             floats = self.layout.page_elems
             shape = StateShape(

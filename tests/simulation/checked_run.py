@@ -62,6 +62,8 @@ class CheckedRun(EngineRun):
         self.prompts = [[own.randrange(2, VOCAB) for _ in range(own.randint(1, 30))] for _ in range(3)]
         self._windows = rng.choice([(None,), (None,), (3,), (None, 1), (None, 5, 5), (7, None, 7, 2), (9, None)])
         self._state_pages = rng.choice([0, 0, 2, 3])
+        if self._state_pages and random.Random(repr(apart.getstate())).random() < 0.3:  # no draw of the other runs
+            self._windows = ()
         config = self._draw_config()
         if apart.random() < 0.4:
             cached = apart.choice([0, 200, 2000])
@@ -140,6 +142,7 @@ class CheckedRun(EngineRun):
             copied = "swap" if config.preemption == "recompute" else config.preemption
             config = config.model_copy(update={"prefix_cache": True, "preemption": copied, "host_cache_bytes": 1})
         can_copy = config.preemption != "recompute" and config.prefix_cache and bool(config.host_bytes)
+        can_copy = can_copy and bool(self._windows)
         if not can_copy or (not self.has_files and self._disk_rng.random() < 0.5):
             return config
         self._folder = tempfile.TemporaryDirectory()

@@ -47,6 +47,5 @@ BAMBA = Family(
             "mlp.down_proj": "feed_forward.down_proj",
         },
     ),
-    notes="models without a layer of attention are refused",
     nulls=("num_key_value_heads",),
 )

@@ -37,10 +37,7 @@ def mamba_2(fields: ConfigJson, size: int | None = None) -> MambaSpec:
         raise fields.refuse("mamba_d_head", f"mamba_n_heads {heads} times it must be {needed}, {size}")
     if heads % groups:
         raise fields.refuse("mamba_n_groups", f"mamba_n_heads, {heads}, must be a multiple of it")
-    if fields.raw.get("time_step_limit") not in _UNLIMITED:
-        raise fields.refuse("time_step_limit", "limits of time steps are not supported; supported: [0, Infinity]")
-    if fields.text("hidden_act", "silu") != Activation.SILU:
-        raise fields.refuse("hidden_act", "Mamba layers are supported with silu alone")
+    check_time_steps(fields)
     return MambaSpec(
         heads,
         head_dim,
@@ -51,3 +48,11 @@ def mamba_2(fields: ConfigJson, size: int | None = None) -> MambaSpec:
         conv_bias=fields.boolean("mamba_conv_bias"),
         bias=fields.boolean("mamba_proj_bias"),
     )
+
+
+def check_time_steps(fields: ConfigJson) -> None:
+    """Refuse limits of time steps, and other activations than Mamba's own."""
+    if fields.raw.get("time_step_limit") not in _UNLIMITED:
+        raise fields.refuse("time_step_limit", "limits of time steps are not supported; supported: [0, Infinity]")
+    if fields.text("hidden_act", "silu") != Activation.SILU:
+        raise fields.refuse("hidden_act", "Mamba layers are supported with silu alone")

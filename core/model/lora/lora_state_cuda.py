@@ -140,7 +140,7 @@ class CudaLoraState(LoraState):
         self.tables = SgmvTables(sizes, arena.device, make_copy)
         if self.mixtures is not None:
             self.mixtures.use_scratch(self.tables.h)
-        self._latent_launches = self._new_latent_launches(config.attention.latent)
+        self._latent_launches = self._new_latent_launches(config.latent)
         self._mixture_modules = {
             group: {module for columns in self._groups for module, _, _ in columns[group]} for group in MIXTURE_GROUPS
         }

@@ -19,7 +19,7 @@ from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
 from ...requests.blocks import Blocks
 from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
-from .attention import AttentionSpec
+from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
 from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
 from .norms import NormSpec
@@ -148,8 +148,8 @@ class ModelConfig:
     """Tokens with embeddings made by others than the text part, the last of the vocabulary, in order."""
 
     def __post_init__(self) -> None:
-        if not self.attention_layers:
-            raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
+        if not self.has_mixers:
+            raise UnsupportedModel("no layer has attention or a recurrent mixer, which is not supported")
         if len({it.chunked for it in self.attention_layers if it.window is not None}) > 1:
             raise UnsupportedModel("some layers have attention windows and others chunks, which is not supported")
         if any(layer.mixer_beside is not None and layer.attention is None for layer in self.layers):
@@ -179,6 +179,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def has_mixers(self) -> bool:
+        """True if some layer has attention or a recurrent mixer."""
+        return any(layer.mixer is not None for layer in self.layers)
+
     @cached_property
     def attention_layers(self) -> tuple[AttentionSpec, ...]:
         """The mixers of layers with attention."""
@@ -191,7 +196,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The first layer's that has attention; see `attention_shapes`."""
+        """The first layer's that has attention, of a model that has such layers; see `attention_shapes`."""
         return self.attention_layers[0]
 
     @cached_property
@@ -214,15 +219,33 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        return self.attention.num_heads
+        """Heads of queries, as `attention` has them; 0 without attention, as of the next two."""
+        return self.attention.num_heads if self.attention_layers else 0
 
     @property
     def num_kv_heads(self) -> int:
-        return self.attention.num_kv_heads
+        return self.attention.num_kv_heads if self.attention_layers else 0
 
     @property
     def head_dim(self) -> int:
-        return self.attention.head_dim
+        return self.attention.head_dim if self.attention_layers else 0
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        """The latents of keys and values that attention keeps; None where it keeps none."""
+        return self.attention.latent if self.attention_layers else None
+
+    @property
+    def cached_value_dim(self) -> int | None:
+        """See `PageLayout.value_dim`."""
+        return self.attention.cached_value_dim if self.attention_layers else None
+
+    @property
+    def why_no_float8_kv(self) -> str | None:
+        """Why keys and values can't be kept in FP8; None if they can."""
+        if self.latent is not None:
+            return "the model's layers keep latents of keys and values, which are not supported in FP8"
+        return None if self.attention_layers else "no layer of the model has keys and values"
 
     @property
     def q_size(self) -> int:

@@ -50,6 +50,9 @@ class RecurrentSpec(ABC):
     title: ClassVar[str]
     """Its name for users."""
 
+    marks_first: ClassVar[bool] = False
+    """It computes a sequence's first token otherwise."""
+
     conv_size: int
     """Tokens that the causal convolution sees, a token itself included."""
 

@@ -17,10 +17,10 @@
 namespace chorus {
 
 // A recurrent mixer.
-enum class Mixer : int32_t { kDelta, kShortConv, kMamba2 };
+enum class Mixer : int32_t { kDelta, kShortConv, kMamba2, kRgLru };
 
 // Shapes of a model's recurrent mixers. A short convolution has one head of v, of all its channels, and no state in heads;
-// for Mamba 2 see mamba2.h.
+// for Mamba 2 see mamba2.h, for RG-LRU rg_lru.h.
 struct DeltaShape {
     Mixer mixer;
     int32_t k_heads, v_heads, k_dim, v_dim, conv_size;
@@ -50,6 +50,9 @@ struct DeltaWeights {
     const float* norm;  // [v_dim]; of Mamba 2 [v_heads · v_dim]; null: it has none
     const float* conv_bias;  // [channels], of the convolution; null: it has none
     const float* d;  // [v_heads], of Mamba 2
+    // Of RG-LRU: weights of the gates of inputs, then of decays [2, v_heads, v_dim, v_dim], their biases [2, v_heads · v_dim], and
+    // the largest rates of decay [v_heads · v_dim].
+    const float *gates, *gate_bias, *rates;
 };
 
 // What a step's tokens give a layer: columns of one product, or of several.

@@ -26,7 +26,8 @@ class PlainStates:
         return StepStates([self._kept[name] for name in names], qo_indptr)
 
     def _zeros(self) -> RecurrentState:
-        return RecurrentState(torch.zeros(1, *self._spec.conv_shape), torch.zeros(1, *self._spec.recurrent_shape))
+        conv, recurrent = (torch.zeros(1, *each) for each in (self._spec.conv_shape, self._spec.recurrent_shape))
+        return RecurrentState(conv, recurrent, fresh=torch.ones(1, dtype=torch.bool))
 
 
 class StepStates:
@@ -43,12 +44,14 @@ class StepStates:
 
     def _of(self, layer: int) -> RecurrentState:
         states = [sequence[layer] for sequence in self._sequences]
-        return RecurrentState(
-            torch.cat([state.conv for state in states]), torch.cat([state.recurrent for state in states])
+        conv, recurrent, fresh = (
+            torch.cat([getattr(state, name) for state in states]) for name in ("conv", "recurrent", "fresh")
         )
+        return RecurrentState(conv, recurrent, fresh=fresh)
 
     def _write(self, layer: int, state: RecurrentState) -> None:
         for index, sequence in enumerate(self._sequences):
             own = state.of(slice(index, index + 1))
             sequence[layer].conv.copy_(own.conv)
             sequence[layer].recurrent.copy_(own.recurrent)
+            sequence[layer].fresh.copy_(own.fresh)

@@ -126,7 +126,7 @@ def test_names_of_nvidias_code(it, drive, tmp_path):
         ({"mlp_bias": True}, "mlp_bias"),
         ({"layers_block_type": ["moe", "ssm"]}, "layers_block_type"),
         ({"n_groups": 3}, "n_groups"),
-        ({"layers_block_type": ["mlp", "linear_attention"]}, "no layer has attention"),
+        ({"layers_block_type": ["mlp", "mlp"]}, "no layer has attention or a recurrent mixer"),
     ],
 )
 def test_what_is_not_computed_is_refused(it, tmp_path, values, match):

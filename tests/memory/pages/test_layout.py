@@ -238,3 +238,37 @@ class TestPageGroups:
         shape = StateShape(num_layers=2, conv_elems=10, num_heads=3, head_elems=300)
         with pytest.raises(ValueError, match="a page has 1024 bytes, and a part of a layer's state takes 1200"):
             PageLayout(1, 1, 8, 16, 4, state=shape)
+
+
+class TestStatesAlone:
+    """No layer has KV: tokens take no page."""
+
+    state = StateShape(num_layers=6, conv_elems=90, num_heads=8, head_elems=64, draft_elems=98, most_drafts=4)
+
+    def layout(self, **more):
+        return PageLayout(0, 0, 0, 16, 2, state=self.state, state_page_bytes=self.state.page_bytes, **more)
+
+    def test_a_page_has_room_for_a_layers_heads(self):
+        layout = self.layout()
+        assert (layout.groups, layout.page_bytes, layout.page_elems) == ((), 4 * 8 * 64, 8 * 64 * 2)
+        assert (layout.states.heads_per_page, layout.states.convs_per_page) == (8, 5)
+        assert layout.state_pages == 2 + 6 + 5
+        assert Arena(layout, 3, torch.bfloat16, "cpu").kv_layers == []
+
+    def test_requests_have_pages_for_their_states_alone(self):
+        layout = self.layout()
+        assert [layout.pages_for_tokens(count) for count in (1, 16, 17, 1 << 20)] == [2 * 13] * 4
+        assert layout.pages_for_each([1, 5000]) == [26, 26]
+        assert (layout.table_width(5000), layout.pages_per_block, layout.has_windows) == (0, 0, False)
+        assert layout.tokens_in_pages(26, most=1000) == 1008
+        assert layout.tokens_in_pages(25, most=1000) == 0
+
+    def test_a_page_stands_for_the_tokens_between_checkpoints(self):
+        assert self.layout().pages_per_token(1024) == 13 / 1024
+        assert self.layout().pages_per_token(0) == 13 / 16
+        assert PageLayout(2, 1, 8, 16, 2).pages_per_token(1024) == 1 / 16
+
+    def test_ranks_have_shares_of_it(self):
+        whole = self.layout().of_ranks(2)
+        assert whole.page_bytes == 2 * self.layout().page_bytes
+        assert whole.state_pages == self.layout().state_pages

@@ -381,3 +381,86 @@ class TestCheckpoints:
         while len(memory.order):
             memory.evict_one()
         assert memory.pool.num_free == memory.pool.num_usable
+
+
+class TestBlocksWithoutPages:
+    """Of a model whose tokens take no page: a block is known while something needs it."""
+
+    @pytest.fixture
+    def memory(self):
+        memory = Memory(num_pages=40)
+        memory.prefix = PrefixCache(memory.pool, memory.order, RestoreCosts(), STEP, (), has_states=True)
+        return memory
+
+    def run(self, memory, tokens, checkpoints=()):
+        """A request that computes `tokens` and keeps a state after some of its blocks; returns its last block."""
+        prefix, blocks = memory.prefix, memory.prefix.match(1, tokens)
+        last = blocks[-1] if blocks else None
+        assert prefix.take(blocks, len(tokens)) == []
+        prefix.follow(None, last)
+        for index in range(len(blocks), len(tokens) // STEP):
+            piece = tokens[index * STEP : (index + 1) * STEP]
+            block = prefix.insert(1, last, piece, []) or prefix.refill(1, last, piece, [])
+            prefix.follow(last, block)
+            last = block
+            if index in checkpoints:
+                state = memory.pool.allocate(2, PageKind.KV)
+                assert prefix.keep_checkpoint(last, state)
+                prefix.release(state)
+        return last, len(blocks)
+
+    def known(self, memory):
+        found = list(memory.prefix.roots())
+        for block in found:
+            found += block.children.values()
+        return sum(block.parent is not None for block in found)
+
+    def test_they_last_to_the_last_checkpoint(self, memory):
+        last, _ = self.run(memory, list(range(40)), checkpoints=(2, 6))
+        assert self.known(memory) == 10
+        memory.prefix.follow(last, None)
+        assert self.known(memory) == 7, "three blocks behind the last checkpoint are of no use"
+        _, hits = self.run(memory, list(range(40)))
+        assert hits == 7
+
+    def test_what_a_request_goes_on_from_stays(self, memory):
+        last, _ = self.run(memory, list(range(16)))
+        other, hits = self.run(memory, list(range(24)))
+        assert (hits, last.users, other.depth) == (0, 1, 6)
+        memory.prefix.follow(other, None)
+        assert self.known(memory) == 4
+        memory.prefix.follow(last, None)
+        assert list(memory.prefix.roots()) == []
+
+    def test_a_checkpoint_takes_its_blocks_along(self, memory):
+        """A trie of thousands of blocks goes at once, without a frame for each."""
+        last, _ = self.run(memory, list(range(5000 * STEP)), checkpoints=(4999,))
+        memory.prefix.follow(last, None)
+        assert self.known(memory) == 5000
+        assert len(memory.order) == 1
+        memory.evict_one()
+        assert list(memory.prefix.roots()) == []
+        assert memory.pool.num_free == memory.pool.num_usable
+
+    def test_an_earlier_checkpoint_stays(self, memory):
+        last, _ = self.run(memory, list(range(24)), checkpoints=(1, 5))
+        memory.prefix.follow(last, None)
+        later = last.checkpoint
+        memory.order.discard(later)
+        memory.prefix.evict(later)
+        assert self.known(memory) == 2
+        assert len(memory.prefix.match(1, list(range(24)))) == 2
+
+    def test_clearing_counts_them(self, memory):
+        last, _ = self.run(memory, list(range(24)), checkpoints=(1, 3))
+        memory.prefix.follow(last, None)
+        assert memory.prefix.clear() == 4
+        assert list(memory.prefix.roots()) == []
+
+    def test_a_version_that_goes_takes_the_blocks_of_running_requests(self, memory):
+        last, _ = self.run(memory, list(range(24)), checkpoints=(1,))
+        memory.prefix.drop_version(1)
+        assert not last.is_known
+        assert memory.prefix.insert(1, last, [1, 2, 3, 4], []) is None
+        memory.prefix.follow(last, None)
+        assert memory.pool.num_free == memory.pool.num_usable

@@ -1,4 +1,4 @@
-"""Short convolutions and Mamba 2 give what transformers' modules give, however prompts are cut, and with drafts."""
+"""Short convolutions, Mamba 2 and RG-LRU give what transformers makes, however prompts are cut, and with drafts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from chorus.ops.mixers.mamba2 import MambaWeights
 from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights
+from chorus.ops.mixers.rg_lru import RgLruWeights, scanned
 from chorus.ops.mixers.short_conv import ShortConvWeights
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -41,7 +42,8 @@ class Layer:
     def state(self, sequences: int, drafts: int = 0) -> RecurrentState:
         conv, recurrent, draft = self.shapes
         kept = torch.full((sequences, drafts, *draft), torch.nan) if drafts else None
-        return RecurrentState(torch.zeros(sequences, *conv), torch.zeros(sequences, *recurrent), kept)
+        fresh = torch.ones(sequences, dtype=torch.bool)
+        return RecurrentState(torch.zeros(sequences, *conv), torch.zeros(sequences, *recurrent), kept, fresh)
 
     @torch.no_grad()
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -85,13 +87,49 @@ class Mamba(Layer):
         self.shapes = (3, channels), (6, 24, 16), (channels + 6,)
 
 
-@pytest.fixture(scope="module", params=["conv", "conv-biased", "mamba", "mamba-groups"])
+class Units(Layer):
+    def __init__(self) -> None:
+        from transformers import RecurrentGemmaConfig
+        from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
+
+        config = RecurrentGemmaConfig(
+            hidden_size=48, num_hidden_layers=1, num_attention_heads=4, lru_width=80, block_types=["recurrent"]
+        )
+        super().__init__(RecurrentGemmaRecurrentBlock, config)
+        it = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        with torch.no_grad():
+            for name in ("input_gate_weight", "recurrent_gate_weight"):
+                it[f"rg_lru.{name}"].normal_(0, 0.3)
+            it["rg_lru.recurrent_param"].uniform_(-5, 1)
+        gates, biases = (
+            torch.stack([it[f"rg_lru.{gate}_gate_{part}"] for gate in ("input", "recurrent")])
+            for part in ("weight", "bias")
+        )
+        rates = 8 * torch.nn.functional.softplus(it["rg_lru.recurrent_param"])
+        self.weights = RgLruWeights(it["conv_1d.weight"].squeeze(1).T, it["conv_1d.bias"], gates, biases, rates)
+        self.shapes = (3, 80), (4, 20), (80,)
+
+    @torch.no_grad()
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.module.linear_y(hidden), self.module.linear_x(hidden)), 1)
+
+    @torch.no_grad()
+    def out(self, mixed: torch.Tensor) -> torch.Tensor:
+        return self.module.linear_out(mixed)
+
+    @torch.no_grad()
+    def want(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module(hidden[None], torch.arange(len(hidden))[None], None, use_cache=False)[0][0]
+
+
+@pytest.fixture(scope="module", params=["conv", "conv-biased", "mamba", "mamba-groups", "units"])
 def layer(request) -> Layer:
     return {
         "conv": lambda: Conv(bias=False),
         "conv-biased": lambda: Conv(bias=True),
         "mamba": lambda: Mamba(1),
         "mamba-groups": lambda: Mamba(3),
+        "units": Units,
     }[request.param]()
 
 
@@ -108,7 +146,8 @@ def test_a_sequence_does_not_depend_on_its_batch(layer):
     together = layer.state(4)
     together.conv.normal_()
     together.recurrent.normal_()
-    before = RecurrentState(together.conv.clone(), together.recurrent.clone())
+    together.fresh.fill_(False)
+    before = together.ahead()
     indptr = [0, *itertools.accumulate(map(len, rows))]
     got = layer.weights.mix(torch.cat(rows), together, indptr).split([len(each) for each in rows])
     for index, own in enumerate(rows):
@@ -168,3 +207,14 @@ def test_padding_of_a_step_changes_nothing(layer):
     numbers = torch.tensor([[1, 0, 2], [1, 1, 0], [0, 0, 0]])
     got = layer.weights.step(rows, layer.state(3, 2), *numbers)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 31, 64])
+def test_spans_join_to_a_linear_recurrence(tokens):
+    decay, added = torch.rand(tokens, 5), torch.randn(tokens, 5)
+    left, found = scanned(decay, added)
+    h, product = torch.zeros(5), torch.ones(5)
+    for token in range(tokens):
+        h, product = decay[token] * h + added[token], product * decay[token]
+        torch.testing.assert_close(found[token], h)
+        torch.testing.assert_close(left[token], product)

@@ -10,6 +10,7 @@ import torch
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.recurrent import MambaSpec, ShortConvSpec
+from chorus.core.model.specs.rg_lru import RgLruSpec
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.tensor_parts import parts_of, sources, tensor_shapes
@@ -41,6 +42,56 @@ LFM2_1_2B = {
     "rope_theta": 1000000.0,
     "torch_dtype": "bfloat16",
     "vocab_size": 65536,
+}
+MAMBA_CODESTRAL = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "bos_token_id": 0,
+    "chunk_size": 256,
+    "conv_kernel": 4,
+    "eos_token_id": 0,
+    "expand": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "mamba2",
+    "n_groups": 8,
+    "norm_before_gate": True,
+    "num_heads": 128,
+    "num_hidden_layers": 64,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, float("inf")],
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 32768,
+}
+RECURRENT_GEMMA_2B = {
+    "architectures": ["RecurrentGemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_window_size": 2048,
+    "block_types": ["recurrent", "recurrent", "attention"],
+    "bos_token_id": 2,
+    "conv1d_width": 4,
+    "eos_token_id": 1,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2560,
+    "intermediate_size": 15360,
+    "logits_soft_cap": 30.0,
+    "lru_width": 2560,
+    "model_type": "recurrent_gemma",
+    "num_attention_heads": 10,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
 }
 ATTENTION_OF_GRANITE = (5, 15, 25, 35)
 GRANITE_4_H_TINY = {
@@ -228,11 +279,49 @@ def test_nemotrons(read):
     assert share.recurrent == MambaSpec(16, 80, 1, 128, eps=1e-5, dt_min=0.001)
 
 
+def test_mamba_2_as_it_is_published(read):
+    config = read(MAMBA_CODESTRAL)
+    assert {layer.mixer for layer in config.layers} == {MambaSpec(128, 64, 8, 128, eps=1e-5)}
+    assert not config.attention_layers
+    assert (config.num_kv_heads, config.head_dim, config.intermediate_size) == (0, 0, 0)
+    assert config.norm.eps == 1e-5
+    assert not config.norm.wide
+    assert (config.max_context, config.eos_token_ids) == (1 << 20, (0,))
+    assert kept_bytes(config, 2) == pytest.approx(2 * 7.29e9, rel=0.01), "of the model card"
+    assert Shard(0, 2).config(config).recurrent == MambaSpec(64, 64, 4, 128, eps=1e-5)
+
+
+def test_recurrent_gemma_as_it_is_published(read):
+    config = read(RECURRENT_GEMMA_2B)
+    kinds = [(layer.recurrent, layer.attention) for layer in config.layers]
+    assert [sum(each is not None for each in kind) for kind in zip(*kinds, strict=True)] == [18, 8]
+    assert config.recurrent == RgLruSpec(10, 256)
+    assert (config.attention.window, config.attention.rope.dim, config.attention.o_bias) == (2048, 128, True)
+    assert (config.intermediate_size, config.logits_softcap, config.tie_word_embeddings) == (7680, 30.0, True)
+    assert config.embedding_multiplier == 50.5, "in bfloat16"
+    assert kept_bytes(config, 2) == pytest.approx(2 * 2.68e9, rel=0.01), "of the model card"
+    assert Shard(1, 5).config(config).recurrent == RgLruSpec(2, 256)
+    own = parts_of(config)["model.layers.0.temporal.rg_lru.input_gate_weight"]
+    assert own.share(1, 5) == ((slice(2, 4),),)
+    assert (config.recurrent.why_not(5), config.recurrent.why_not(4)) == (None, "the number of heads of units, 10,")
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes"),
+    [
+        (LFM2_1_2B, {"full_attn_idxs": []}),
+        (GRANITE_4_H_TINY, {"layer_types": None}),
+    ],
+)
+def test_a_hybrid_may_have_no_attention(read, raw, changes):
+    config = read(raw, **changes)
+    assert config.num_recurrent_layers == config.num_layers
+
+
 @pytest.mark.parametrize(
     ("raw", "changes", "message"),
     [
         (LFM2_1_2B, {"conv_L_cache": 1}, "conv_L_cache is 1: a whole number of at least 2 is needed"),
-        (LFM2_1_2B, {"full_attn_idxs": []}, "no layer has attention"),
         (LFM2_1_2B, {"layer_types": ["mamba"] * 16}, "mamba is not supported; supported: full_attention, conv"),
         (GRANITE_4_H_TINY, {"mamba_d_head": 32}, "mamba_d_head is 32: mamba_n_heads 48 times it must be"),
         (GRANITE_4_H_TINY, {"mamba_n_groups": 5}, "mamba_n_groups is 5: mamba_n_heads, 48, must be a multiple"),
@@ -240,7 +329,20 @@ def test_nemotrons(read):
         (GRANITE_4_H_TINY, {"hidden_act": "gelu_pytorch_tanh"}, "Mamba layers are supported with silu alone"),
         (GRANITE_4_H_TINY, {"layer_types": ["conv"] * 40}, "conv is not supported; supported: attention, full_"),
         (GRANITE_4_H_TINY, {"layer_types": ["mamba"]}, "1 types for num_hidden_layers, 40"),
-        (GRANITE_4_H_TINY, {"layer_types": None}, "no layer has attention"),
+        (RECURRENT_GEMMA_2B, {"hidden_activation": "silu"}, "supported: gelu_pytorch_tanh"),
+        (
+            RECURRENT_GEMMA_2B,
+            {"lru_width": 2564},
+            "lru_width is 2564: it must be a multiple of num_attention_heads, 10",
+        ),
+        (RECURRENT_GEMMA_2B, {"block_types": ["lstm"]}, "lstm is not supported; supported: attention, recurrent"),
+        (RECURRENT_GEMMA_2B, {"intermediate_size": 15361}, "it is that of gate and up together, and must be even"),
+        (RECURRENT_GEMMA_2B, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "no linear rope of this family"),
+        (MAMBA_CODESTRAL, {"num_heads": 64}, "head_dim is 64: num_heads 64 times it must be expand"),
+        (MAMBA_CODESTRAL, {"n_groups": 5}, "n_groups is 5: num_heads, 128, must be a multiple of it"),
+        (MAMBA_CODESTRAL, {"time_step_limit": [0.0, 0.1]}, "limits of time steps are not supported"),
+        (MAMBA_CODESTRAL, {"hidden_act": "gelu"}, "Mamba layers are supported with silu alone"),
+        (MAMBA_CODESTRAL, {"conv_kernel": 1}, "conv_kernel is 1: a whole number of at least 2 is needed"),
     ],
 )
 def test_what_they_cannot_be_is_refused(read, raw, changes, message):

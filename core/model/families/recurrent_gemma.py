@@ -1,0 +1,102 @@
+"""RecurrentGemma: Gemma whose layers have gated linear recurrent units, but for every third, with local attention.
+
+Tests: tests/core/layers/test_hybrid_paths.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import LayerSpec
+from ..specs.rg_lru import RgLruSpec
+from ..specs.tensor_names import TensorNames
+from . import reading, rotary
+
+_ATTENTION, _RECURRENT = "attention", "recurrent"
+
+#: Positions that the models were trained for, where `config.json` says nothing, as that of transformers' class does.
+_TRAINED = 8192
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    if fields.text("hidden_activation") != "gelu_pytorch_tanh":
+        raise fields.refuse("hidden_activation", "not supported; supported: gelu_pytorch_tanh")
+    heads, hidden = reading.heads(fields), fields.integer("hidden_size")
+    rope = rotary.rope(fields, heads.head_dim)
+    if rope.type != "default":
+        raise fields.refuse("rope_parameters", f"transformers computes no {rope.type} rope of this family")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=rope,
+        window=fields.integer("attention_window_size"),
+        qkv_bias=fields.boolean("attention_bias"),
+        o_bias=True,
+    )
+    width = fields.optional("lru_width") or hidden
+    if width % heads.num_heads:
+        raise fields.refuse("lru_width", f"it must be a multiple of num_attention_heads, {heads.num_heads}")
+    conv = fields.integer("conv1d_width", least=2)
+    mixers = {_ATTENTION: attention, _RECURRENT: RgLruSpec(heads.num_heads, width // heads.num_heads, conv)}
+    gated = reading.gated(fields, "hidden_activation", bias=True)
+    if gated.size % 2:
+        raise fields.refuse("intermediate_size", "it is that of gate and up together, and must be even")
+    positions = fields.integer("max_position_embeddings", _TRAINED)
+    return reading.dense(
+        fields.with_values({"max_position_embeddings": positions}),
+        [LayerSpec(mixers[kind], replace(gated, size=gated.size // 2)) for kind in _types(fields)],
+        reading.rms_norm(fields, one_plus=True),
+        embedding_multiplier=_bfloat16(hidden**0.5),
+        logits_softcap=fields.number("logits_soft_cap"),
+    )
+
+
+def _types(fields: ConfigJson) -> list[str]:
+    """Of each layer: `block_types` over and over."""
+    count = fields.integer("num_hidden_layers")
+    types = fields.texts("block_types") or [_RECURRENT, _RECURRENT, _ATTENTION]
+    if unknown := sorted(set(types) - {_ATTENTION, _RECURRENT}):
+        raise fields.refuse("block_types", f"{unknown[0]} is not supported; supported: {_ATTENTION}, {_RECURRENT}")
+    return [types[index % len(types)] for index in range(count)]
+
+
+def _bfloat16(value: float) -> float:
+    """The value in bfloat16, as transformers keeps the embeddings' factor whatever the model's dtype is."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    return struct.unpack("<f", struct.pack("<I", rounded))[0]
+
+
+_MIXER = "temporal_block"
+RECURRENT_GEMMA = Family(
+    "RecurrentGemma",
+    ("RecurrentGemmaForCausalLM",),
+    _read,
+    {
+        "attention_window_size": 2048,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    },
+    TensorNames(
+        norm="final_norm",
+        names={
+            "attention_norm": "temporal_pre_norm",
+            "mlp_norm": "channel_pre_norm",
+            **{f"self_attn.{each}_proj": f"{_MIXER}.{each}_proj" for each in "qkvo"},
+            **{f"mlp.{each}_proj": f"mlp_block.{each}_proj" for each in ("gate", "up", "down")},
+            **{f"temporal.linear_{each}": f"{_MIXER}.linear_{each}" for each in ("y", "x", "out")},
+            **{f"temporal.{each}": f"{_MIXER}.{each}" for each in ("conv_1d", "rg_lru")},
+        },
+    ),
+    nulls=("block_types", "lru_width", "num_key_value_heads"),
+)
