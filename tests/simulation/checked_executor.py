@@ -56,8 +56,8 @@ class CheckedExecutor(ExecutorBase):
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS, grammars=made_up_grammars())
-        alone = {"state_page_bytes": 64 * config.block_tokens}
-        self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows, **alone)
+        sizes = len(windows), 1, 8, config.block_tokens, 4
+        self.layout = PageLayout(*sizes, windows, state_page_bytes=64 * config.block_tokens)
         if state_pages:
             floats = self.layout.page_elems
             shape = StateShape(

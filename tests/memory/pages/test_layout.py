@@ -251,6 +251,7 @@ class TestStatesAlone:
     def test_a_page_has_room_for_a_layers_heads(self):
         layout = self.layout()
         assert (layout.groups, layout.page_bytes, layout.page_elems) == ((), 4 * 8 * 64, 8 * 64 * 2)
+        assert layout.states is not None
         assert (layout.states.heads_per_page, layout.states.convs_per_page) == (8, 5)
         assert layout.state_pages == 2 + 6 + 5
         assert Arena(layout, 3, torch.bfloat16, "cpu").kv_layers == []

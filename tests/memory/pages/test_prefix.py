@@ -407,6 +407,7 @@ class TestBlocksWithoutPages:
                 state = memory.pool.allocate(2, PageKind.KV)
                 assert prefix.keep_checkpoint(last, state)
                 prefix.release(state)
+        assert last is not None
         return last, len(blocks)
 
     def known(self, memory):
