@@ -61,7 +61,7 @@ class EngineStats:
     num_adapter_pages: int = _now()
     num_cached_pages: int = _now()
     num_shadow_pages: int = _now()
-    num_generated_tokens: int = _counted(of="scheduler.results.num_generated_tokens")
+    num_generated_tokens: int = _counted(of="scheduler.num_generated_tokens")
     num_step_tokens: int = _counted(of="scheduler.num_step_tokens")
     num_steps: int = _counted("steps", "Engine steps", "scheduler.num_steps")
     num_async_steps: int = _counted(
@@ -72,12 +72,12 @@ class EngineStats:
     num_proposed_tokens: int = _counted(
         "speculation_proposed_tokens",
         "Proposed tokens that steps have verified",
-        "scheduler.results.num_proposed_tokens",
+        "scheduler.num_proposed_tokens",
     )
     num_accepted_tokens: int = _counted(
         "speculation_accepted_tokens",
         "Proposed tokens that were accepted",
-        "scheduler.results.num_accepted_tokens",
+        "scheduler.num_accepted_tokens",
     )
     num_preemptions: int = _counted(
         "preemptions", "Preemptions", "scheduler.lifecycle.num_preemptions", "num_preemptions"

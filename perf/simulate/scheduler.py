@@ -342,7 +342,7 @@ class SimScheduler(Scheduler):
         for request, row in zip(requests, rows, strict=True):
             request.num_computed_tokens = row.start
         self._count_steps(len(rows), steps)
-        self.results.num_generated_tokens += steps * len(rows)
+        self.num_generated_tokens += steps * len(rows)
 
 
 def _prompts_first(plan: StepPlan) -> StepPlan:

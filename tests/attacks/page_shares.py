@@ -72,7 +72,7 @@ class Run:
                     self.add("large", *LARGE)
         self.engine.check_integrity()
         self.ttft = sorted(first.get(name, SECONDS) - when for name, when in self.sent.items() if "small" in name)
-        self.tokens = self.engine.scheduler.results.num_generated_tokens
+        self.tokens = self.engine.scheduler.num_generated_tokens
 
     def add(self, tenant: str, num_prompt: int, num_output: int) -> None:
         params = RequestParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
