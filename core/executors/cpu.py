@@ -20,7 +20,7 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
-from ...ops.attention.grouped_attention import GroupedAttention
+from ...ops.attention.attention import GroupedAttention
 from ...ops.cpu.native import NativeRows
 from ...ops.ranks.ranks import Ranks
 from ...ops.sampling.sampling import TorchSampling, greedy

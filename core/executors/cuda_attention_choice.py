@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...graphs.device import CudaDevice
-from ...ops.attention.grouped_attention import GroupedAttention
+from ...ops.attention.attention import GroupedAttention
 from ..model.decoder import DecoderModel
 from .cuda_gemm_backends import TOLERANCE
 from .cuda_gemm_races import NEAR

@@ -17,8 +17,8 @@ from ...graphs.runner import DecodeBuckets, EagerReason, GraphRunner, StepForm, 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.pool import PagePool
 from ...ops import dependent_launch
+from ...ops.attention.attention import GroupedAttention
 from ...ops.attention.attention_backend import GroupedBackend
-from ...ops.attention.grouped_attention import GroupedAttention
 from ...ops.gemm.small_gemm_schedule import MAX_ROWS
 from ...ops.lora.sgmv_tiles import MERGED_TERMS
 from ..config import EngineConfig

@@ -12,7 +12,7 @@ from ...graphs.buffers import StaticColumns, num_columns, split_columns
 from ...graphs.device import CudaDevice
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
 from ...memory.adapters.adapter import Adapter
-from ...ops.attention.grouped_attention import GroupedAttention
+from ...ops.attention.attention import GroupedAttention
 from ...ops.lora.sgmv_tiles import MERGED_TERMS
 from ..model.batch import RowBackends, StepBatch, StepStates
 from ..model.decoder import DecoderModel

@@ -19,8 +19,8 @@ from ...graphs.runner import CapturedStep, EagerReason, StepForm, StepPart
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
+from ...ops.attention.attention import GroupedAttention
 from ...ops.attention.attention_backend import GroupedBackend
-from ...ops.attention.grouped_attention import GroupedAttention
 from ..config import EngineConfig
 from ..model.batch import AxisPositions, MediaRows, StepBatch, ragged_batch
 from ..model.checkpoints.load_progress import progress

@@ -15,8 +15,7 @@ import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.projections import Group
-from ...ops.attention.attention import HeadShape, PagedAttention
-from ...ops.attention.grouped_attention import GroupedAttention
+from ...ops.attention.attention import GroupedAttention, HeadShape, PagedAttention
 from ...ops.attention.latent_attention import LatentAttention
 from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
 from ...ops.elementwise.float8_kv import UNSCALED, KvScales

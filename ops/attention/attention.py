@@ -7,20 +7,59 @@ rows of one token each. `attention_backend` says which implementation serves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..elementwise.float8_kv import DTYPE as FLOAT8
 from ..elementwise.float8_kv import UNSCALED, KvScales
 from ..upload import on_device
-from .blocks import BlockSpans
+from .blocks import BlockMask, BlockSpans
 from .latents import LatentHeads
-from .prefill import Prefill
-from .scores import PLAIN, HeadTerms, Scores, attend
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns q · k into weights: `softmax(cap(scale · q · k))` over the keys that a query sees."""
+
+    scale: float | None = None
+    """None: head_dim^-0.5."""
+
+    window: int | None = None
+    """Keys that a query sees, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """`cap(s) = softcap · tanh(s / softcap)`."""
+
+    has_sinks: bool = False
+    """Each head has a sink, which `Attention.run` takes: one more score in the softmax, of a value of zeros."""
+
+    blocks: BlockMask = BlockMask.NONE
+    """What a query sees of its token's block, where a step has blocks."""
+
+    has_slopes: bool = False
+    """Each head has a slope, which `Attention.run` takes: a score loses it for each token between its key and the query
+    (ALiBi, arXiv 2108.12409).
+    """
+
+
+#: Scores that are made at once where attention makes them, which soft caps, sinks, slopes and latents ask for: in
+#: float32 256 MiB.
+MOST_SCORES = 1 << 26
+
+PLAIN = Scores()
+"""Attention as in "Attention Is All You Need", causal."""
+
+
+class HeadTerms(NamedTuple):
+    """What a layer has for each of its query heads, `[heads]`; None where it has none."""
+
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
 
 class HeadShape(NamedTuple):
@@ -102,8 +141,8 @@ class PlannedRows(NamedTuple):
         firsts = np.maximum(0, lens - counts - window + 1) // block_tokens
         lens = lens - firsts * block_tokens
         width = self.page_table.shape[1]
-        columns = firsts[:, None] + np.arange(min(width, -(-int(lens.max(initial=1)) // block_tokens)))
-        table = self.page_table.gather(1, torch.from_numpy(columns.clip(max=width - 1)))
+        places = firsts[:, None] + np.arange(min(width, -(-int(lens.max(initial=1)) // block_tokens)))
+        table = self.page_table.gather(1, torch.from_numpy(places.clip(max=width - 1)))
         return PlannedRows(self.qo_indptr, table, lens.tolist(), blocks=self.blocks)
 
     def in_chunks(self, chunk: int, block_tokens: int) -> PlannedRows:
@@ -118,9 +157,9 @@ class PlannedRows(NamedTuple):
         ends = np.minimum(begins + chunk, lens[row])
         tokens = ends - np.maximum(begins, firsts[row])
         width = self.page_table.shape[1]
-        columns = np.arange(min(width, -(-int((ends - begins).max(initial=1)) // block_tokens)))
-        columns = torch.from_numpy((begins[:, None] // block_tokens + columns).clip(max=width - 1))
-        table = self.page_table[torch.from_numpy(row)].gather(1, columns)
+        places = np.arange(min(width, -(-int((ends - begins).max(initial=1)) // block_tokens)))
+        places = torch.from_numpy((begins[:, None] // block_tokens + places).clip(max=width - 1))
+        table = self.page_table[torch.from_numpy(row)].gather(1, places)
         parts = int(counts[: self.num_prefills].sum())
         return PlannedRows([0, *tokens.cumsum().tolist()], table, (ends - begins).tolist(), parts=parts)
 
@@ -292,7 +331,7 @@ class PagedAttention(Attention):
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
             own = prefill.own if scores.has_slopes else None
-            attended = attend(rows, k, v, prefill.mask(scores), scores, terms, own)
+            attended = _attend(rows, k, v, prefill.mask(scores), scores, terms, own)
             if broken is not None:
                 if prefill.has_blocks(scores):
                     seen = (broken.transpose(2, 3) & prefill.seen_with_blocks(scores)).any(-1, keepdim=True)
@@ -308,13 +347,13 @@ class PagedAttention(Attention):
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
             own = on_device(self._decode_lens - 1, self._device) if scores.has_slopes else None
-            attended = attend(rows, k, v, self._decode_mask(scores.window), scores, terms, own)
+            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, terms, own)
             out[self._first_decode_token :] = attended[:, :, 0]
         if scales.v != 1:
             out *= scales.v
 
     def _decode_mask(self, window: int | None) -> torch.Tensor:
-        """True where a decode row `[rows, 1, 1, tokens]` sees a cached token; made once a plan for each window."""
+        """True where a decode row `[rows, 1, 1, places]` sees a place; made once a plan for each window."""
         if (mask := self._decode_masks.get(window)) is None:
             visible = self._decode_masks[None]
             begin = on_device(self._decode_lens - (window or 0), self._device)[:, None, None]
@@ -323,7 +362,7 @@ class PagedAttention(Attention):
         return mask
 
     def _broken(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        """True for tokens `[1, kv_heads, kv_len, 1]` with a key or value that is not finite; None where the host sees
+        """True for places `[1, kv_heads, kv_len, 1]` with a key or value that is not finite; None where the host sees
         at once that there is none.
         """
         if self._on_host and (k.sum() + v.sum()).isfinite():
@@ -343,12 +382,12 @@ class PagedAttention(Attention):
         return seen.repeat_interleave(shape[1] // seen.shape[1], dim=1)
 
     def _gather_decode(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The decode rows' cache `[rows · tokens, kv_heads, head_dim]` in `dtype`, zero where nothing is visible.
+        """The decode rows' cache `[rows · places, kv_heads, head_dim]` in `dtype`, zero where nothing is visible.
 
         Values that an earlier owner left in a page may be NaN or infinite, and masking a score does not undo that.
         """
-        tokens = _pages_of(cache, self._decode_pages).view(-1, *cache.shape[2:]).to(dtype)
-        return tokens.index_fill_(0, self._decode_tail, 0)
+        places = _pages_of(cache, self._decode_pages).view(-1, *cache.shape[2:]).to(dtype)
+        return places.index_fill_(0, self._decode_tail, 0)
 
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
@@ -358,6 +397,213 @@ class PagedAttention(Attention):
 def _pages_of(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """A copy of some pages. Not every device can index FP8."""
     return cache.view(torch.uint8)[pages].view(FLOAT8) if cache.dtype == FLOAT8 else cache[pages]
+
+
+class GroupTable(Sequence[int]):
+    """A group's pages in a block table that has a page of each group for every block. Equal to another of the same
+    group if both are of the same list, which only grows.
+    """
+
+    __slots__ = ("_count", "_group", "_pages")
+
+    def __init__(self, pages: Sequence[int], group: int, count: int) -> None:
+        self._pages, self._group, self._count = pages, group, count
+
+    def __len__(self) -> int:
+        return len(self._pages) // self._count
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        if isinstance(at, slice):
+            return [self._pages[place * self._count + self._group] for place in range(*at.indices(len(self)))]
+        return self._pages[range(len(self))[at] * self._count + self._group]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupTable) and self._pages is other._pages and self._group == other._group
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class GroupedAttention:
+    """Attention of a model whose layers have several page groups: each group has attention of its own."""
+
+    __slots__ = ("_block_tokens", "_chunked", "_groups")
+
+    def __init__(
+        self, groups: Sequence[tuple[Attention, int | None]], block_tokens: int, *, chunked: bool = False
+    ) -> None:
+        """groups: attention and window of each. chunked: windows begin at multiples of their lengths, which are
+        multiples of `block_tokens`.
+        """
+        self._groups, self._block_tokens, self._chunked = groups, block_tokens, chunked
+
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+        blocks: BlockSpans | None = None,
+    ) -> None:
+        """See `Attention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block.
+
+        A group with a window is given only the blocks that its rows see: pages before it may have left their place. A
+        row of several chunks becomes one of each.
+        """
+        count = len(self._groups)
+        if count == 1 and self._groups[0][1] is None:
+            self._groups[0][0].plan(qo_indptr, page_table, kv_lens, tables, blocks=blocks)
+            return
+        for index, (attention, window) in enumerate(self._groups):
+            own = None if tables is None or window is not None else [GroupTable(each, index, count) for each in tables]
+            rows = PlannedRows(qo_indptr, page_table[:, index::count], kv_lens, own, blocks=blocks)
+            if window is not None:
+                rows = (rows.in_chunks if self._chunked else rows.seen)(window, self._block_tokens)
+            attention.plan(*rows)
+
+    def of(self, group: int) -> Attention:
+        """The attention of a group."""
+        return self._groups[group][0]
+
+
+#: Of a mask that is a tensor, without a window.
+_ALL_SEEN = None, True
+
+
+class Prefill:
+    """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them.
+    blocks: of the step's tokens.
+    """
+
+    __slots__ = ("_blocks", "_device", "_masks", "kv_len", "pages", "tokens")
+
+    def __init__(
+        self,
+        tokens: slice,
+        pages: torch.Tensor,
+        kv_len: int,
+        device: torch.device,
+        blocks: BlockSpans | None = None,
+    ) -> None:
+        self.tokens, self.pages, self.kv_len, self._device = tokens, pages, kv_len, device
+        own = None if blocks is None else BlockSpans(*(each[tokens] for each in blocks))
+        self._blocks = own if own is not None and (own.before.any() or own.behind.any()) else None
+        self._masks: dict[tuple[int | None, bool] | Scores, torch.Tensor | None] = {}
+
+    def mask(self, scores: Scores) -> torch.Tensor | None:
+        """What its tokens see of their keys, made once a plan for each window; None: plain causal attention of a whole
+        sequence.
+        """
+        if self.has_blocks(scores):
+            return self.seen_with_blocks(scores)
+        window = scores.window
+        explicit = scores.softcap is not None or scores.has_sinks or scores.has_slopes
+        if window is not None and window >= self.kv_len:
+            window = None
+        if (key := (window, explicit)) not in self._masks:
+            self._masks[key] = self._make(window, explicit)
+        return self._masks[key]
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The place of each of its tokens among the row's, `[1, length]`."""
+        length = self.tokens.stop - self.tokens.start
+        return torch.arange(self.kv_len - length, self.kv_len, device=self._device)[None]
+
+    def has_blocks(self, scores: Scores) -> bool:
+        """True if some of its tokens see others behind them, in layers with these scores."""
+        return self._blocks is not None and scores.blocks is not BlockMask.NONE
+
+    def seen_with_blocks(self, scores: Scores) -> torch.Tensor:
+        """True where one of its tokens `[length, kv_len]` sees a token, with blocks; made once a plan for each kind of
+        scores.
+        """
+        if (found := self._masks.get(scores)) is not None:
+            return found
+        assert self._blocks is not None
+        before, behind = (torch.from_numpy(each).long()[:, None] for each in self._blocks)
+        own = torch.arange(self.kv_len - len(before), self.kv_len)[:, None]
+        first = torch.zeros_like(own) if scores.window is None else own - scores.window + 1
+        if scores.blocks is BlockMask.WHOLE:
+            first = torch.minimum(first, own - before)
+        place = torch.arange(self.kv_len)
+        found = on_device((place >= first) & (place <= own + behind), self._device)
+        self._masks[scores] = found
+        return found
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """True where one of its tokens `[length, kv_len]` sees a token."""
+        if (found := self._masks.get(_ALL_SEEN)) is None:
+            length = self.tokens.stop - self.tokens.start
+            found = self._masks[_ALL_SEEN] = _visible(length, self.kv_len, None, self._device)
+        return found
+
+    def _make(self, window: int | None, explicit: bool) -> torch.Tensor | None:
+        length = self.tokens.stop - self.tokens.start
+        if window is None and not explicit:
+            if length == self.kv_len:
+                return None
+            if self._device.type != "cpu":
+                return _bias()(length, self.kv_len)
+        return _visible(length, self.kv_len, window, self._device)
+
+
+def _visible(length: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where one of a row's last tokens `[length, kv_len]` sees a token."""
+    seen = torch.ones(length, kv_len, dtype=torch.bool, device=device).tril(kv_len - length)
+    return seen if window is None else seen.triu(kv_len - length - window + 1)
+
+
+def _bias() -> Callable[[int, int], torch.Tensor]:
+    """Masks for a GPU, by which torch takes kernels that make no scores."""
+    from torch.nn.attention.bias import causal_lower_right  # takes a second, which nothing else needs
+
+    return causal_lower_right
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scores: Scores,
+    terms: HeadTerms,
+    own: torch.Tensor | None,
+) -> torch.Tensor:
+    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal. own:
+    each token's place among the keys, `[rows, tokens]`, where heads have slopes.
+    """
+    group, (sinks, slopes) = q.shape[1] // k.shape[1], terms
+    if scores.softcap is None and sinks is None and slopes is None:
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
+        )
+    assert mask is not None
+    if group > 1:
+        k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    most = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    if q.shape[2] > most:
+        parts = q.split(most, dim=2), mask.split(most, dim=-2)
+        places = [None] * len(parts[0]) if own is None else own.split(most, dim=1)
+        each = zip(*parts, places, strict=True)
+        return torch.cat([_attend(rows, k, v, seen, scores, terms, at) for rows, seen, at in each], dim=2)
+    weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        weights = scores.softcap * torch.tanh(weights / scores.softcap)
+    if slopes is not None and own is not None:
+        ages = own[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
+        weights = weights.float() - slopes.float()[:, None, None] * ages
+    weights = weights.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        own = sinks.to(weights.dtype).view(1, -1, 1, 1).expand(len(weights), -1, weights.shape[2], 1)
+        weights = torch.cat((weights, own), dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
+    else:
+        weights = weights.softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ v
 
 
 def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:

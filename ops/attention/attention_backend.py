@@ -14,11 +14,9 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from ..elementwise.float8_kv import DTYPE as FLOAT8
-from .attention import Attention, AttentionSetup, HeadShape, PagedAttention
+from .attention import PLAIN, Attention, AttentionSetup, GroupedAttention, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
-from .grouped_attention import GroupedAttention
 from .latent_attention import LatentAttention
-from .scores import PLAIN, Scores
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve. xqa:
 #: FlashInfer, with XQA's kernel for decode steps.

@@ -52,9 +52,8 @@ import torch
 
 from ..elementwise.float8_kv import DTYPE as FLOAT8
 from ..elementwise.float8_kv import UNSCALED
-from .attention import Attention, AttentionSetup, KvCache, PlannedRows
+from .attention import PLAIN, Attention, AttentionSetup, HeadTerms, KvCache, PlannedRows, Scores
 from .attention_plan import PlanBuffers
-from .scores import PLAIN, HeadTerms, Scores
 
 #: The version that the facts above were read from, and that has run on GPUs.
 VERSION = "0.6.4"

@@ -22,7 +22,7 @@ import triton.language.extra.cuda as cuda
 
 from .. import dependent_launch
 from ..launch_triton import KernelLauncher
-from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows
+from .attention import Attention, AttentionSetup, HeadTerms, KvCache, PagedAttention, PlannedRows, Scores
 from .attention_plan import PlanBuffers
 from .attention_schedule import (
     BLOCK_H,
@@ -35,7 +35,6 @@ from .attention_schedule import (
 )
 from .latent_attention import LatentAttention
 from .latents import LatentHeads
-from .scores import HeadTerms, Scores
 
 _BLOCK_H, _PARTS = tl.constexpr(BLOCK_H), tl.constexpr(PARTS)
 

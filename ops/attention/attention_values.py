@@ -10,8 +10,7 @@ from typing import Protocol
 
 import torch
 
-from .attention import Attention, AttentionSetup, PagedAttention
-from .scores import Scores
+from .attention import Attention, AttentionSetup, PagedAttention, Scores
 
 #: The largest difference, relative to the largest value: two units in the last place of that.
 TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0**-20}

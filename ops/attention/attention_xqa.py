@@ -34,8 +34,7 @@ import numpy as np
 import torch
 
 from ..upload import on_device
-from .attention import Attention, AttentionSetup, KvCache, PlannedRows
-from .scores import HeadTerms, Scores
+from .attention import Attention, AttentionSetup, HeadTerms, KvCache, PlannedRows, Scores
 
 #: Sizes that the kernel serves, and is built ahead for.
 BLOCK_TOKENS, HEAD_DIMS, GROUPS = (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .attention import PagedAttention
+from . import attention
+from .attention import PagedAttention, Prefill, Scores
 from .latents import LatentHeads
-from .prefill import Prefill
-from .scores import MOST_SCORES, PLAIN, Scores
 
 
 class LatentAttention(PagedAttention):
@@ -58,7 +57,7 @@ class LatentAttention(PagedAttention):
         """Likewise, of a chunk of many tokens."""
         latents, key = kept[0, 0].split((heads.kv_rank, heads.rotated_dim), 1)
         width = max(q.shape[2], heads.value_dim)
-        mask = prefill.mask(PLAIN)
+        mask = prefill.mask(attention.PLAIN)
         for own, keys, values in heads.made(latents.contiguous(), prefill.tokens.start):
             keys = torch.cat((keys, key.expand(len(keys), -1, -1)), dim=2)
             # kernels that make no scores want heads of one width
@@ -77,7 +76,7 @@ def _over_latents(
     of one token for all. Returns `[rows, heads, tokens, kv_rank]`.
     """
     rows, heads, tokens, _ = q.shape
-    most = max(1, MOST_SCORES // (rows * heads * kept.shape[1]))
+    most = max(1, attention.MOST_SCORES // (rows * heads * kept.shape[1]))
     if tokens > most:
         parts = zip(q.split(most, dim=2), visible.split(most, dim=1), strict=True)
         return torch.cat([_over_latents(own, kept, kv_rank, seen, scale) for own, seen in parts], dim=2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ....ops.attention.scores import PLAIN, Scores
+from ....ops.attention.attention import PLAIN, Scores
 from ....ops.elementwise.elementwise import HeadNorms
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.norms import NormSpec

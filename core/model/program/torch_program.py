@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....ops.attention.grouped_attention import GroupedAttention
+from ....ops.attention.attention import GroupedAttention
 from ..batch import BY_LIBRARY, GemmBackends
 from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights

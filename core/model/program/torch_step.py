@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ....memory.pages.arena import Arena
-from ....ops.attention.grouped_attention import GroupedAttention
+from ....ops.attention.attention import GroupedAttention
 from ....ops.elementwise.elementwise import Rotation
 from ....ops.elementwise.float8_kv import KvScales
 from ....ops.ranks.ranks import Collectives

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.ops.attention import prefill
+from chorus.ops.attention import attention
 from chorus.ops.attention.attention import HeadShape, PagedAttention
 from chorus.ops.attention.attention_plan import PlanBuffers
 from chorus.ops.sampling import sampling
@@ -165,7 +165,7 @@ def test_torchs_attention_waits_for_nothing(dtype):
     arena = torch.zeros(9, 3, 2, 4, 2, 8, dtype=dtype, device="meta")
     with (
         patch.object(torch.Tensor, "pin_memory", lambda values: copies.pin(values)),
-        patch.object(prefill, "_bias", lambda: bias),
+        patch.object(attention, "_bias", lambda: bias),
         copies,
     ):
         planned = PagedAttention(HeadShape(4, 2, 8, 4), "meta")

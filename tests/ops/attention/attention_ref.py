@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from chorus.ops.attention.scores import PLAIN, Scores
+from chorus.ops.attention.attention import PLAIN, Scores
 
 
 def paged_attention_ref(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from chorus.ops.attention.scores import Scores
+from chorus.ops.attention.attention import Scores
 
 from .attention_ref import paged_attention_ref
 

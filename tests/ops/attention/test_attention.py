@@ -9,8 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.attention.attention import HeadShape, PagedAttention
-from chorus.ops.attention.scores import PLAIN, Scores
+from chorus.ops.attention.attention import PLAIN, HeadShape, PagedAttention, Scores
 from chorus.ops.elementwise.elementwise import write_kv
 from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales, rounded
 from chorus.ops.elementwise.rotation import KvSlots
@@ -148,7 +147,7 @@ def test_sinks_join_the_denominator_alone(rows, window, softcap, at_once, monkey
     """Head by head and token by token against the equation, in float64; with all scores of a chunk made at once, and
     those of some tokens.
     """
-    monkeypatch.setattr("chorus.ops.attention.scores.MOST_SCORES", at_once)
+    monkeypatch.setattr("chorus.ops.attention.attention.MOST_SCORES", at_once)
     step = Step(0, rows)
     sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0])
     found = step.run(scores=Scores(None, window, softcap, has_sinks=True), sinks=sinks).view(step.q.shape)
@@ -173,7 +172,7 @@ def test_sinks_join_the_denominator_alone(rows, window, softcap, at_once, monkey
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_scores_fall_by_slopes_with_the_distance(rows, window, softcap, at_once, elsewhere, monkeypatch):
     """Likewise, beside the equation of ALiBi."""
-    monkeypatch.setattr("chorus.ops.attention.scores.MOST_SCORES", at_once)
+    monkeypatch.setattr("chorus.ops.attention.attention.MOST_SCORES", at_once)
     step, slopes = Step(0, rows), torch.tensor([0.0, 0.125, 0.5, 2.0])
     attention = ElsewhereAttention(HeadShape(*step.shape)) if elsewhere else None
     found = step.run(attention, Scores(None, window, softcap, has_slopes=True), slopes=slopes).view(step.q.shape)

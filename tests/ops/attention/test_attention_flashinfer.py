@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from chorus.ops.attention import attention_backend, attention_flashinfer, attention_values
-from chorus.ops.attention.attention import AttentionSetup, HeadShape, count_prefills
+from chorus.ops.attention.attention import PLAIN, AttentionSetup, HeadShape, Scores, count_prefills
 from chorus.ops.attention.attention_backend import AttentionUnavailable, TorchBackend, choose_attention
 from chorus.ops.attention.attention_flashinfer import FlashInferBackend, float_workspace_bytes
 from chorus.ops.attention.attention_plan import PlanBuffers
 from chorus.ops.attention.latent_attention import LatentAttention
-from chorus.ops.attention.scores import PLAIN, Scores
 from chorus.ops.elementwise.float8_kv import UNSCALED
 
 from .attention_ref import paged_attention_ref

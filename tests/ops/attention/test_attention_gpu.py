@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.ops.attention.attention import AttentionSetup, HeadShape, PagedAttention
+from chorus.ops.attention.attention import PLAIN, AttentionSetup, HeadShape, PagedAttention, Scores
 from chorus.ops.attention.attention_backend import choose_attention
-from chorus.ops.attention.scores import PLAIN, Scores
 
 from .attention_ref import paged_attention_ref
 from .test_attention import Step

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from chorus.ops.attention import attention_flashinfer
-from chorus.ops.attention.attention import AttentionSetup, HeadShape
+from chorus.ops.attention.attention import AttentionSetup, GroupTable, HeadShape, Scores
 from chorus.ops.attention.attention_backend import GroupedBackend, TorchBackend
 from chorus.ops.attention.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention.attention_plan import PlanBuffers
-from chorus.ops.attention.grouped_attention import GroupTable
-from chorus.ops.attention.scores import Scores
 
 from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from chorus.ops.attention import attention_flashinfer
-from chorus.ops.attention.attention import AttentionSetup, HeadShape
+from chorus.ops.attention.attention import PLAIN, AttentionSetup, HeadShape, Scores
 from chorus.ops.attention.attention_flashinfer import FlashInferBackend
-from chorus.ops.attention.scores import PLAIN, Scores
 
 from .attention_ref import paged_attention_ref
 from .test_attention import DUMMY, SCALES, Step

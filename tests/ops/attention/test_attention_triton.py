@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.ops.attention.attention import AttentionSetup, HeadShape
+from chorus.ops.attention.attention import AttentionSetup, HeadShape, Scores
 from chorus.ops.attention.attention_schedule import PARTS, attention_splits, tile_tokens
 from chorus.ops.attention.latents import LatentHeads
-from chorus.ops.attention.scores import Scores
 from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales, rounded
 
 from ...processes import run_python

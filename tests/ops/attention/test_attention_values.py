@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from chorus.ops.attention import attention_flashinfer
-from chorus.ops.attention.attention import AttentionSetup, HeadShape, PagedAttention
+from chorus.ops.attention.attention import PLAIN, AttentionSetup, HeadShape, PagedAttention, Scores
 from chorus.ops.attention.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention.attention_values import values_problem
-from chorus.ops.attention.scores import PLAIN, Scores
 
 from .fake_flashinfer import FakeFlashInfer, Stream
 

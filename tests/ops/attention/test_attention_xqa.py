@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.ops.attention import attention_xqa
-from chorus.ops.attention.attention import AttentionSetup, HeadShape
+from chorus.ops.attention.attention import PLAIN, AttentionSetup, HeadShape, Scores
 from chorus.ops.attention.attention_backend import AttentionUnavailable, rival_attention
 from chorus.ops.attention.attention_xqa import PageTable, XqaBackend, xqa_obstacle
-from chorus.ops.attention.scores import PLAIN, Scores
 
 from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream

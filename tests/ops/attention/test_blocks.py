@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.ops.attention.attention import HeadShape, PagedAttention
+from chorus.ops.attention.attention import GroupedAttention, HeadShape, PagedAttention, Scores
 from chorus.ops.attention.blocks import BlockMask, BlockSpans
-from chorus.ops.attention.grouped_attention import GroupedAttention
-from chorus.ops.attention.scores import Scores
 
 BLOCK, HEADS = 4, HeadShape(4, 2, 16, 4)
 

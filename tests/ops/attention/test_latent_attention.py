@@ -10,11 +10,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.attention import latent_attention
+from chorus.ops.attention import attention
 from chorus.ops.attention.attention import HeadShape
 from chorus.ops.attention.latent_attention import LatentAttention
 from chorus.ops.attention.latents import LatentHeads
-from chorus.ops.attention.scores import Scores
 
 from .attention_ref import paged_attention_ref
 
@@ -51,7 +50,7 @@ def made(cache, kv_up):
 def run(cache, q, kv_up, starts, page_table, lens):
     latents = LatentAttention(HeadShape(HEADS, 1, RANK + ROTATED, BLOCK))
     latents.plan(starts, page_table, lens)
-    return latents.run_latents(q, cache, LatentHeads(kv_up, HEADS, KEY, ROTATED), scores=Scores(SCALE))
+    return latents.run_latents(q, cache, LatentHeads(kv_up, HEADS, KEY, ROTATED), scores=attention.Scores(SCALE))
 
 
 @pytest.mark.wide
@@ -67,9 +66,9 @@ def test_both_ways_are_attention_over_keys_and_values(seed, prefills, decoding, 
     assume(prefills + decoding)
     cache, q, kv_up, starts, page_table, tables, lens = step(seed, prefills + decoding)
     assert LatentHeads(kv_up, HEADS, KEY, ROTATED).break_even == 17
-    with patch.object(latent_attention, "MOST_SCORES", most):
+    with patch.object(attention, "MOST_SCORES", most):
         found = run(cache, q, kv_up, starts, page_table, lens)
-    want = paged_attention_ref(q, *made(cache, kv_up), starts, tables, lens, Scores(scale=SCALE))
+    want = paged_attention_ref(q, *made(cache, kv_up), starts, tables, lens, attention.Scores(scale=SCALE))
     torch.testing.assert_close(found, want.flatten(1), rtol=1e-3, atol=1e-4)
 
 
