@@ -17,7 +17,7 @@ from ...core.requests.request_params import InvalidRequest
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
-from .chat_templates import drops_texts, read_template
+from .chat_templates import drops_texts, read_template, variables_of
 from .conversation import ROLES, Conversation
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .output_syntax import OutputSyntax

@@ -320,9 +320,11 @@ void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool
     for (int l = 0; l < kLayers; l++) first[l] = l * kRank * adapter.slab_elems;
     for (int i = 0; i < 90; i++) pages[i] = 100 + i * 7 % 90;
     adapter.pages = pages, adapter.first_elem = first, adapter.rank = kRank, adapter.scale = 0.7f;
+    int32_t part_a[kAllModules], part_b[kAllModules];
+    std::copy_n(a, kAllModules, part_a), std::copy_n(b, kAllModules, part_b);
+    part_a[1] = part_b[1] = part_a[6] = part_b[6] = -1;
     Adapter part = adapter;  // a second part for the same tokens, without some modules
-    part.pages = pages + 9, part.scale = -0.3f,
-    part.a_offset[1] = part.b_offset[1] = part.b_offset[6] = part.a_offset[6] = -1;
+    part.pages = pages + 9, part.scale = -0.3f, part.a_offset = part_a, part.b_offset = part_b;
     const Adapter* adapters[] = {&adapter, &adapter, &part};
 
     auto step = [&](const std::vector<int>& counts, const std::vector<int>& before, int segments) {

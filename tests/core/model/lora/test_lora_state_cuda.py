@@ -199,8 +199,7 @@ class TestLayersOfTwoKinds:
 
     @pytest.fixture
     def state(self) -> CudaLoraState:
-        attention = SimpleNamespace(latent=None)
-        config = SimpleNamespace(projections=self.TABLE, num_layers=4, vocab_size=96, attention=attention)
+        config = SimpleNamespace(projections=self.TABLE, num_layers=4, vocab_size=96, latent=None)
         return CudaLoraState(
             config, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT,
             StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512), max_stall=0.0,
