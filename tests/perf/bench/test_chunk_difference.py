@@ -19,4 +19,5 @@ def test_the_native_decoder_has_no_difference(capsys):
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     by_kernels = {row["kernels"]: row for row in rows}
     assert by_kernels["native"]["most"] == 0.0 and by_kernels["native"]["tokens"] == 199
-    assert 0 < by_kernels["torch"]["most"] < 0.5
+    assert by_kernels["torch"]["tokens"] == 199
+    assert by_kernels["torch"]["most"] < 0.5, "on some processors none, with so small a model"
