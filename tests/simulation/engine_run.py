@@ -522,9 +522,13 @@ class EngineRun(ABC):
         live = [request for asked in self.active.values() if (request := asked.request).state is not RequestState.DONE]
         self.invariants.check(live, self.pinned)
 
+    def earlier(self) -> Iterable[Asked]:
+        """Requests of engines before this one, whose cached prefixes it may find."""
+        return ()
+
     def _take(self, output: RequestOutput) -> None:
         asked = self.asked[output.request_id]
-        asked.take(output, self.asked.values())
+        asked.take(output, (*self.earlier(), *self.asked.values()))
         if output.finish_reason is None:
             return
         del self.active[output.request_id]

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -152,6 +152,8 @@ class Calm:
         for name, path in self.base.adapters.items():
             self._engine.store.register(name, path)
         self._known: dict[tuple[str | None, tuple[int, ...], str], Told] = {}
+        self.asked: dict[Path, list[dict[str, Asked]]] = {}
+        """The requests of each engine that had a folder of cached prefixes."""
         self.prompts = self.base.prompts
         layout, adapters = self._engine.executor.layout, [each for _, each in self._engine.store.registered()]
         self.least_pages = layout.state_pages * (layout.state_slots + 1)
@@ -224,6 +226,8 @@ class RealRun(EngineRun):
         if apart.random() < 0.5:
             cached = apart.choice([0, 200, 2000])
             config = config.model_copy(update={"speculation": "ngram", "speculation_cache_tokens": cached})
+        self._engines = [] if files is None else calm.asked.setdefault(files, [])
+        self._engines.append(self.asked)
         if files is not None:
             config = _with_files(config, files, random.Random(repr(apart.getstate())), self.reached)
         with patch.object(ModelExecutor, "state_slots", 3):  # as on a GPU, so that steps may be launched ahead
@@ -250,6 +254,9 @@ class RealRun(EngineRun):
         hold_up(self.engine, self._begin_read)
         for name in self.names:
             self._register(name, self._directory(name))
+
+    def earlier(self) -> Iterable[Asked]:
+        return (asked for engine in self._engines for asked in engine.values() if engine is not self.asked)
 
     def _draw_config(self) -> EngineConfig:
         rng = self.rng
