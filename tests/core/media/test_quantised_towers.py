@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
+from chorus.core.media.processor import Prepared
 from chorus.core.media.serving import tower_bytes, why_blind
 from chorus.core.media.tower import Tower, skeleton
 from chorus.core.model.read_config import read_model_config
@@ -83,8 +84,8 @@ class TransformersRows:
     def __init__(self, directory: Path, architecture: str, spec: VisionSpec, *_: Any) -> None:
         self._family = directory.name.removeprefix("vision-")
 
-    def encode(self, tensors: dict[str, Any], changes: Any = None) -> torch.Tensor:
-        return theirs(self._family, None, tensors, torch.float32)
+    def encode(self, tensors: dict[str, Any], changes: Any = None, marks: tuple[int, ...] = ()) -> torch.Tensor:
+        return theirs(self._family, None, Prepared("", "", 0, tensors, marks=marks), torch.float32)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -118,7 +118,7 @@ def test_the_count_by_size_is_enough(family: str) -> None:
 OF_ONE_SIZE = {
     *("llava", "vipllava", "llava_next", "granite_vision", "deepseek_vl", "got_ocr2"),
     *("gemma3", "gemma4", "gemma4_inputs", "paligemma", "paligemma2"),
-    *("granite4_vision", "llava_onevision", "janus"),
+    *("granite4_vision", "llava_onevision", "janus", "idefics2", "minicpm_v"),
 }
 """Families whose images no setting of the processor makes smaller; those with too many tokens are refused."""
 
