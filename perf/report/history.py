@@ -49,6 +49,13 @@ def _killed(found: Values) -> list[str]:
     return [*counts, f"{found['longest_delay']:.2f}"]
 
 
+def _images(found: Values) -> list[str]:
+    beside = ("images", "requests")
+    texts, longest = ([f"{kind}: {found[name][kind]:.2f}" for kind in beside] for name in ("text", "longest"))
+    ratios = [f"{found['ratios'][name]:.2f}" for name in ("encoding", "adapters")]
+    return [found["model_size"], *ratios, ", ".join(texts), ", ".join(longest)]
+
+
 def _invocations(found: Values) -> list[str]:
     medians = {kind: sorted(each)[len(each) // 2] for kind, each in found["seconds"].items()}
     ratio = medians["activated"] / medians["plain"]
@@ -156,6 +163,11 @@ COMMANDS = {
         "python -m chorus.perf.bench.llamacpp_slots TREE",
         ["model", "tokens", "ours and llama.cpp's, ms: computed", "from host memory, a slot", "from files, a slot"],
         _slots,
+    ),
+    "images": Measured(
+        "python -m chorus.perf.bench.images",
+        ["tower", "encoder / transformers", "8 adapters / none", "text beside images / alone", "longest step / median"],
+        _images,
     ),
     "push": Measured(
         "python -m chorus.perf.bench.push",
