@@ -90,7 +90,7 @@ class KvEvents:
     """
 
     def __init__(self, store: AdapterStore, most: int = MAX_EVENTS, keys: BlockKeys | None = None) -> None:
-        """keys: those of blocks in files; None if there are no files."""
+        """keys: make the keys of blocks in files; None if prefixes are not kept in files."""
         self._store = store
         self._most = most
         self.keys = keys

@@ -107,7 +107,7 @@ class Module(_Strict):
     experts: int = Field(default=0, ge=0)
     form: str = ""
     id_of: str = ""
-    """Of files of earlier versions; each module has an id of its own."""
+    """Files of earlier versions have it. It is not used: each module has an id of its own."""
     layers: list[int] = Field(min_length=1)
 
 

@@ -290,7 +290,7 @@ class DecodeSteps:
 
 
 def _shifts(rows: Sequence[ScheduledSequence]) -> list[int]:
-    """What is added to each entry's index in its sequence to get its position."""
+    """Each entry's position in rope, less its index in its sequence: images may take fewer positions than tokens."""
     return [row.position_shift for row in rows]
 
 

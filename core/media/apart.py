@@ -10,7 +10,7 @@ import torch
 from ...memory.host.daemon_pool import stand_back
 
 _STEPS = 10
-"""Of priority: a thread next to one of steps on a processor gets a tenth of its time."""
+"""What is added to a thread's niceness: beside a thread of steps on one processor, it gets a tenth of the time."""
 
 
 def work_apart(threads: int) -> None:

@@ -1,4 +1,4 @@
-"""What a prompt's text has at the places of its images.
+"""Writes the texts of images into a prompt.
 
 Tests: tests/core/media/test_places.py, tests/core/media/test_seeing_families.py
 """
@@ -10,22 +10,23 @@ from typing import NamedTuple
 
 
 class ImagePlaces(NamedTuple):
-    """How the texts of a prompt's images are written in it: some models write more than each image's own."""
+    """How a model's prompts show images: each placeholder of the chat template becomes the text of one image."""
 
     placeholder: str = ""
     """What a chat template writes for an image."""
     number: tuple[str, str] | None = None
-    """What stands before and behind an image's number in the prompt, counted from 0, which its text begins with."""
+    """Texts around the number, from 0 on, with which an image's text begins. None: images have no numbers."""
     mark: str = ""
-    """The mark that each image's text begins and ends with, where images next to each other share one. A word behind it
-    is parted from it by a space."""
+    """What begins and ends each image's text, once between neighbouring images; a space parts it from words behind it.
+    Empty: there is nothing.
+    """
 
     def count(self, prompt: str) -> int:
-        """Places of images in a chat template's text."""
+        """Placeholders in a chat template's text."""
         return prompt.count(self.placeholder)
 
     def written(self, prompt: str, texts: Iterable[str]) -> str:
-        """A chat template's text with those of images, of which there are as many as places."""
+        """A chat template's text with the placeholders replaced by `texts`, one each, in order."""
         first, *others = prompt.split(self.placeholder)
         if self.number is not None:
             before, behind = self.number

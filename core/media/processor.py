@@ -41,7 +41,7 @@ class Prepared:
     settings: dict[str, Any] = field(default_factory=dict)
     """See `MediaItem.settings`."""
     marks: tuple[int, ...] = ()
-    """For each row the number of the mark that it is, or -1; empty where marks are no rows: see `VisionSpec`."""
+    """The number of each row's mark, -1 for a row of the image itself; empty for models without `VisionSpec.marks`."""
 
 
 class ImageProcessor:

@@ -35,10 +35,10 @@ from ...core.media import apart
 from ...core.media.lacking import why_lacking
 from ..report.command import count, judge, parser, say
 from ..report.table import Goal, Table
-from .beside_images import ALONE, IMAGES, REQUESTS, Pace, beside
-from .image_encoding import ADAPTERS, encoding
 from .machine import CpuSample, processor
 from .models.random_seeing import SEEING_SIZES, seeing_checkpoint, tower_adapters
+from .seeing.beside_images import ALONE, IMAGES, REQUESTS, Pace, beside
+from .seeing.image_encoding import ADAPTERS, encoding
 
 ENCODING_BAR, ADAPTERS_BAR = 0.7, 0.8
 TEXT_BAR, STEP_BAR = 0.8, 3.0

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.engine import Engine
-from ...core.media.serving import open_encoder
-from ...core.requests.request import Request
-from ...core.requests.request_params import RequestParams
-from ..report.command import say
-from .machine import queued_seconds
-from .models.random_seeing import SEEING_SIZES
+from ....core.engine import Engine
+from ....core.media.serving import open_encoder
+from ....core.requests.request import Request
+from ....core.requests.request_params import RequestParams
+from ...report.command import say
+from ..machine import queued_seconds
+from ..models.random_seeing import SEEING_SIZES
+from ..timer import in_turns
 from .pictures import Pictures, open_engine
-from .timer import in_turns
 
 if TYPE_CHECKING:
-    from ...core.media.encoder import ImageEncoder
+    from ....core.media.encoder import ImageEncoder
 
 FIRST, ALONE, IMAGES, REQUESTS = "first", "alone", "images", "requests"
 """The first image, with which the tower is read; no images, images alone, whole requests with images."""

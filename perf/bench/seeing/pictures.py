@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...core.config import EngineConfig
-from ...core.engine import Engine
-from ...core.media.processor import ImageProcessor
-from ...core.model.read_config import read_model_config
-from ...core.requests.media import MediaItem, placed
-from ...core.requests.request import Request
-from ...core.requests.request_params import RequestParams
+from ....core.config import EngineConfig
+from ....core.engine import Engine
+from ....core.media.processor import ImageProcessor
+from ....core.model.read_config import read_model_config
+from ....core.requests.media import MediaItem, placed
+from ....core.requests.request import Request
+from ....core.requests.request_params import RequestParams
 
 
 class Pictures:

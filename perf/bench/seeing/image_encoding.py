@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from ...core.engine import Engine
-from ...core.media.apart import work_apart
-from ...core.media.images import BACKEND
-from ...core.requests.request import Request
-from ...memory.host.daemon_pool import DaemonPool
-from ..report.command import say
-from .models.random_seeing import SEEING_SIZES
+from ....core.engine import Engine
+from ....core.media.apart import work_apart
+from ....core.media.images import BACKEND
+from ....core.requests.request import Request
+from ....memory.host.daemon_pool import DaemonPool
+from ...report.command import say
+from ..models.random_seeing import SEEING_SIZES
+from ..timer import in_turns
 from .pictures import Pictures, open_engine
-from .timer import in_turns
 
 ADAPTERS = 8
 
