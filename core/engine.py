@@ -358,7 +358,7 @@ class Engine:
         self.scheduler.note_pause()
         outputs = self.scheduler.pop_failed()
         if not outputs and self.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
-            self.store.images.wait(READ_WAIT_SECONDS)
+            self.store.images.wait(READ_WAIT_SECONDS, () if self.disk is None else self.disk.reads)
         return outputs
 
     def _note_overflows(self, plan: StepPlan, result: StepResult) -> None:

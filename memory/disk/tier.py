@@ -8,10 +8,11 @@ Tests: tests/core/test_prefix_tiers.py, tests/simulation
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,13 +108,27 @@ class ReadAhead:
     wanted_by: list[Callable[[], bool]]
     """Each returns False once its request has ended: then the adapter's version may be gone."""
     num_reserved: int
-    found: deque[SealedBlock] = field(default_factory=deque)
-    future: Future[None] | None = None
+    begun: float
+    found: dict[int, SealedBlock] = field(default_factory=dict)
+    """What was read, by its index, until it is taken in."""
+    futures: list[Future[None]] = field(default_factory=list)
+    """Of the threads that read it, each the next block that none has begun."""
+    indices: Iterator[int] = field(default_factory=itertools.count)
+    end: int = 1 << 62
+    """The index of the first block that could not be read."""
     num_taken: int = 0
     has_ended: bool = False
     num_pages: int = 0
     seconds: float = 0.0
-    """That the reading thread took. A step may notice the end much later."""
+    """From the beginning to the last block that was read. A step may notice the end much later."""
+
+    def __post_init__(self) -> None:
+        self.end = len(self.files)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing more can come of it."""
+        return self.num_taken >= self.end or all(future.done() for future in self.futures)
 
 
 @dataclass(eq=False)
@@ -339,11 +354,13 @@ class DiskTier:
             return None
         now = self.clock()
         parent = known[-1] if known else None
-        job = ReadAhead(version, scope, changed_from, runs, files, parent, now + seconds, [is_wanted], num_bytes)
+        job = ReadAhead(version, scope, changed_from, runs, files, parent, now + seconds, [is_wanted], num_bytes, now)
         try:
-            job.future = self._readers.submit(self._read, job)
+            for _ in files[:READERS]:
+                job.futures.append(self._readers.submit(self._read, job))
         except Exception as error:  # too many reads hang, or there is no thread
-            logger.debug("no cached block is read: %s", error)
+            logger.debug("fewer threads read cached blocks: %s", error)
+        if not job.futures:
             return None
         self._reserved_bytes += num_bytes
         self._jobs[files[0].key] = job
@@ -382,16 +399,18 @@ class DiskTier:
         return files, runs
 
     def _read(self, job: ReadAhead) -> None:
-        """Read block after block until one is missing; runs on a reading thread."""
-        began = self.clock()
+        """Read blocks until one is missing; runs on reading threads, which take turns."""
         try:
-            for file in job.files:
-                if job.has_ended or (found := self.folder.read(file, self._make)) is None:
+            for at in job.indices:
+                if at >= job.end or job.has_ended:
                     return
-                job.num_pages += len(found.pages)
-                job.found.append(found)
+                if (found := self.folder.read(job.files[at], self._make)) is None:
+                    with self._lock:
+                        job.end = min(job.end, at)
+                    return
+                job.found[at] = found
+                job.seconds = max(job.seconds, self.clock() - job.begun)
         finally:
-            job.seconds = max(0.0, self.clock() - began)
             self.wake()
 
     def _make(self) -> tuple[Any, memoryview]:
@@ -407,13 +426,18 @@ class DiskTier:
         """True while reads are in flight."""
         return bool(self._jobs)
 
+    @property
+    def reads(self) -> list[Future[None]]:
+        """The reads in flight."""
+        return [future for job in self._jobs.values() for future in job.futures]
+
     def advance(self) -> None:
         """Take in what was read; called between steps."""
         for key, job in list(self._jobs.items()):
-            is_done = job.future is None or job.future.done()  # asked first: what it found is there then
-            while job.found and not job.has_ended:
-                self._take_in(job, job.found.popleft())
-            if not is_done:
+            is_done = job.is_whole  # asked first: what it found is there then
+            while not job.has_ended and job.num_taken < job.end and job.num_taken in job.found:
+                self._take_in(job, job.found.pop(job.num_taken))
+            if not (is_done or job.is_whole):
                 continue
             del self._jobs[key]
             job.has_ended = True
@@ -426,6 +450,7 @@ class DiskTier:
         """Add a block that was read to the cache, with images alone."""
         at = job.num_taken
         job.num_taken += 1
+        job.num_pages += len(found.pages)
         size = len(found.pages) * self.page_bytes
         job.num_reserved -= min(size, job.num_reserved)
         self._reserved_bytes -= min(size, self._reserved_bytes)
@@ -502,7 +527,7 @@ class DiskTier:
             self._wait_for_writes()
         self._writer.shutdown()
         self._readers.shutdown()
-        if not self._is_writing and all(job.future is None or job.future.done() for job in self._jobs.values()):
+        if not self._is_writing and all(future.done() for future in self.reads):
             self.folder.close()  # else a thread that hangs still has it
 
     @property

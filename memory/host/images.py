@@ -13,11 +13,11 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, KeysView
+from collections.abc import Callable, Hashable, Iterable, KeysView, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ..files.error import AdapterFormatError
 from .budget import HostBudget
@@ -329,9 +329,10 @@ class HostImages(Generic[Key]):
             oldest = max(watch.stalled_seconds(now) for _, watch in self._under_way.values())
         return ReadCounts(len(self._under_way), self._num_failed, self._num_given_up, oldest)
 
-    def wait(self, timeout: float) -> None:
-        """Sleep until a read in flight brings a layer or ends, at most `timeout` seconds."""
-        self.reads.wait([entry.future for entry, _ in self._under_way.values() if not entry.future.done()], timeout)
+    def wait(self, timeout: float, beside: Sequence[Future[Any]] = ()) -> None:
+        """Sleep until a read in flight brings a layer or ends, at most `timeout` seconds. beside: other reads."""
+        pending = [entry.future for entry, _ in self._under_way.values()]
+        self.reads.wait([future for future in (*pending, *beside) if not future.done()], timeout)
 
     def close(self) -> None:
         """Stop reading, without waiting for reads that hang."""

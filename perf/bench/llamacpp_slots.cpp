@@ -1,10 +1,10 @@
 // Time to first token of prompts that llama.cpp computes, and of the same prompts from the files of a slot.
 //
 // A slot's `save` and `restore` are the calls used here. The sequences' tokens come from standard input, a prompt per
-// line. Each is computed whole; then what its last token adds is taken away and the rest is saved. At the end each file
-// is restored and the last token computed. Prints one line of JSON.
+// line. Each is computed whole; then what its last QUESTION tokens add is taken away and the rest is saved. At the end each
+// file is restored and those tokens computed. Prints one line of JSON.
 //
-// slots MODEL FOLDER THREADS LENGTH < PROMPTS
+// slots MODEL FOLDER THREADS LENGTH QUESTION < PROMPTS
 
 #include <chrono>
 #include <cstdio>
@@ -49,9 +49,9 @@ void print(const char * name, const std::vector<double> & seconds) {
 }  // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 5) fail("reading MODEL FOLDER THREADS LENGTH");
+    if (argc != 6) fail("reading MODEL FOLDER THREADS LENGTH QUESTION");
     const std::string folder = argv[2];
-    const int threads = std::atoi(argv[3]), length = std::atoi(argv[4]);
+    const int threads = std::atoi(argv[3]), length = std::atoi(argv[4]), question = std::atoi(argv[5]);
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     std::vector<Prompt> prompts;
     for (int token; std::scanf("%d", &token) == 1;) {
@@ -81,10 +81,10 @@ int main(int argc, char ** argv) {
         compute(context, prompt.data(), length);
         first.push_back(best_of(context, vocab));
         computed.push_back(now() - began);
-        if (!llama_memory_seq_rm(memory, 0, length - 1, -1)) fail("llama_memory_seq_rm");
+        if (!llama_memory_seq_rm(memory, 0, length - question, -1)) fail("llama_memory_seq_rm");
         began = now();
         const std::string path = folder + "/" + std::to_string(at);
-        const size_t size = llama_state_seq_save_file(context, path.c_str(), 0, prompt.data(), length - 1);
+        const size_t size = llama_state_seq_save_file(context, path.c_str(), 0, prompt.data(), length - question);
         if (!size) fail("llama_state_seq_save_file");
         bytes += size;
         saved.push_back(now() - began);
@@ -96,8 +96,8 @@ int main(int argc, char ** argv) {
         const double began = now();
         const std::string path = folder + "/" + std::to_string(at);
         if (!llama_state_seq_load_file(context, path.c_str(), 0, found.data(), length, &count)) fail("llama_state_seq_load_file");
-        if (count + 1 != size_t(length)) fail("reading all tokens of a file");
-        compute(context, &prompts[at].back(), 1);
+        if (count + question != size_t(length)) fail("reading all tokens of a file");
+        compute(context, &prompts[at][length - question], question);
         equal += best_of(context, vocab) == first[at];
         restored.push_back(now() - began);
     }

@@ -2,9 +2,10 @@
 
 TREE is llama.cpp's source tree with its libraries built in `build/`, as `llamacpp_steps` needs it; a C++ compiler
 builds a small program with them. Both engines get random weights of one shape, the same prompts and the same number of
-threads. Each prompt is computed, and kept: by llama.cpp with the calls of a slot's `save`, by us in host memory and in
-files. Then llama.cpp restores each slot and computes the last token, and we serve each prompt again, from host memory
-and, in an engine that begins with the files alone, from files. The system has the files in its memory for both.
+threads. Each prompt, with a question after it, is computed, and the prompt is kept: by llama.cpp with the calls of a
+slot's `save`, by us in host memory and in files. Then llama.cpp restores each slot and computes the question, and we
+serve each prompt with other questions, from host memory and, in an engine that begins with the files alone, from files.
+The system has the files in its memory for both.
 
 Tests: tests/perf/bench/test_llamacpp_slots.py
 """
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -50,24 +51,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--model-size", choices=SIZES, default="125m", metavar="NAME")
     command.add_argument("--prompts", type=count, default=12)
     command.add_argument("--tokens", type=count, default=2000, help="of a prompt")
+    command.add_argument("--question", type=count, default=32, help="tokens after a prompt")
     command.add_argument("--threads", type=count, default=len(os.sched_getaffinity(0)))
     args = command.parse_args(argv)
     size = SIZES[args.model_size]
     draw = random.Random(0)
     prompts = [[draw.randrange(3, size.geometry.vocab) for _ in range(args.tokens)] for _ in range(args.prompts)]
+
+    def question() -> list[int]:
+        return [draw.randrange(3, size.geometry.vocab) for _ in range(args.question)]
+
     with TemporaryDirectory(prefix="chorus-slots-") as name:
         work = Path(name)
         say("llama.cpp")
-        peer = peer_times(args.tree, write_gguf(size, work / "model.gguf"), work, prompts, args.threads)
+        model = write_gguf(size, work / "model.gguf")
+        peer = peer_times(
+            args.tree, model, work, [prompt + question() for prompt in prompts], args.question, args.threads
+        )
         say("chorus")
         context = Context("cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
-        ours = own_times(context, prompts, args.threads)
+        ours = own_times(context, prompts, question, args.threads)
     found = {
         "device": processor(),
         "model_size": args.model_size,
         "threads": args.threads,
         "prompts": args.prompts,
         "tokens": args.tokens,
+        "question": args.question,
         "rows": rows_of(ours, peer),
         "peer_megabytes": peer["bytes"] / args.prompts / 1e6,
         "peer_equal": peer["equal"],
@@ -105,12 +115,17 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 # -- llama.cpp
 
 
-def peer_times(tree: Path, model: Path, work: Path, prompts: Sequence[Sequence[int]], threads: int) -> dict[str, Any]:
-    """Seconds of llama.cpp: `computed`, `saved` and `restored`, with `bytes` of all files and how many are `equal`."""
+def peer_times(
+    tree: Path, model: Path, work: Path, prompts: Sequence[Sequence[int]], question: int, threads: int
+) -> dict[str, Any]:
+    """Seconds of llama.cpp: `computed`, `saved` and `restored`, with `bytes` of all files and how many are `equal`.
+
+    question: the last tokens of each prompt, which are not saved.
+    """
     program, folder = build(tree, work), work / "slots"
     folder.mkdir()
     words = "\n".join(" ".join(map(str, prompt)) for prompt in prompts)
-    arguments = [*map(str, (program, model, folder, threads, len(prompts[0])))]
+    arguments = [*map(str, (program, model, folder, threads, len(prompts[0]), question))]
     said = subprocess.run(arguments, input=words, check=True, capture_output=True, text=True)
     shutil.rmtree(folder)
     return json.loads(said.stdout)
@@ -129,10 +144,13 @@ def build(tree: Path, work: Path) -> Path:
 # -- ours
 
 
-def own_times(context: Context, prompts: Sequence[Sequence[int]], threads: int) -> dict[str, list[float]]:
-    """Seconds to the first token: `computed`, from `host` memory, and from `files`."""
+def own_times(
+    context: Context, prompts: Sequence[Sequence[int]], question: Callable[[], list[int]], threads: int
+) -> dict[str, list[float]]:
+    """Seconds to the first token: `computed`, from `host` memory, and from `files`. question: draws one."""
     page = context.size.geometry.page_layout(context.kv_itemsize)
-    pages = page.pages_for_tokens(len(prompts[0]) + ANSWER)
+    length = len(prompts[0]) + len(question()) + ANSWER
+    pages = page.pages_for_tokens(length)
     kv_bytes = (len(prompts) + 1) * pages * page.page_bytes
     fields: dict[str, Any] = {
         "prefix_cache": True,
@@ -143,15 +161,15 @@ def own_times(context: Context, prompts: Sequence[Sequence[int]], threads: int) 
         "kv_cache_disk_bytes": max(1 << 20, 2 * kv_bytes),
         "threads": threads,
     }
-    limits = {"max_seqs": 1, "max_batched": 512, "max_len": len(prompts[0]) + ANSWER}
+    limits = {"max_seqs": 1, "max_batched": 512, "max_len": length}
     times: dict[str, list[float]] = {}
     with Subject(context, {}, **limits, **fields) as subject:
         _prefer_copies(subject, context)
-        times["computed"] = [_first_token(subject, prompt, 0) for prompt in prompts]
-        times["host"] = [_first_token(subject, prompt, 0.9) for prompt in prompts]
+        times["computed"] = [_first_token(subject, prompt, question(), 0) for prompt in prompts]
+        times["host"] = [_first_token(subject, prompt, question(), 0.9) for prompt in prompts]
     with Subject(context, {}, **limits, **fields) as subject:
         _prefer_copies(subject, context)
-        times["files"] = [_first_token(subject, prompt, 0.9) for prompt in prompts]
+        times["files"] = [_first_token(subject, prompt, question(), 0.9) for prompt in prompts]
     return times
 
 
@@ -163,11 +181,11 @@ def _prefer_copies(subject: Subject, context: Context) -> None:
         engine.memory.copies.costs = engine.disk.costs = RestoreCosts(prefix_page=1.0)
 
 
-def _first_token(subject: Subject, prompt: Sequence[int], least: float) -> float:
-    """Seconds to a request's first token. Raises RuntimeError unless at least this part of its prompt was cached."""
+def _first_token(subject: Subject, prompt: Sequence[int], question: Sequence[int], least: float) -> float:
+    """Seconds to a request's first token. Raises RuntimeError unless at least this part of the prompt was cached."""
     engine = subject.engine
     params = RequestParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-    request = Request(f"{time.monotonic_ns()}", list(prompt), params, None)
+    request = Request(f"{time.monotonic_ns()}", [*prompt, *question], params, None)
     began = time.perf_counter()
     engine.add_request(request)
     while not request.num_output_tokens:

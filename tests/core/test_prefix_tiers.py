@@ -345,7 +345,7 @@ def test_a_read_costs_what_its_thread_took_however_late_a_step_notices(disk_serv
         return read(file, make)
 
     def late_advance():
-        if disk.is_reading and all(job.future.done() for job in disk._jobs.values()):  # noqa: SLF001
+        if disk.is_reading and all(each.done() for each in disk.reads):
             now[0] += 1000.0
         advance()
 
@@ -355,6 +355,77 @@ def test_a_read_costs_what_its_thread_took_however_late_a_step_notices(disk_serv
     monkeypatch.setattr(RestoreCosts, "observe", lambda self, name, seconds: measured.append((name, seconds)))
     assert ask(second, 0, None, PROMPT)[1] == 48
     assert ("disk_prefix_page", 1.0) in measured and disk.read_seconds == 12.0
+
+
+def test_a_run_of_blocks_is_read_by_several_threads(disk_server, monkeypatch):
+    """One thread had hashed 25 MB in a row while another processor had nothing to do."""
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    second, both = disk_server(), threading.Barrier(2)
+    read = second.engine.disk.folder.read
+
+    def read_two_at_once(file, make):
+        both.wait(10)
+        return read(file, make)
+
+    monkeypatch.setattr(second.engine.disk.folder, "read", read_two_at_once)
+    assert ask(second, 0, None, PROMPT)[1] == 48
+
+
+def test_a_run_ends_at_its_first_missing_block_whatever_was_read_after_it(disk_server, monkeypatch):
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    second, files = disk_server(), []
+    folder = second.engine.disk.folder
+    read, read_ahead, late = folder.read, second.engine.disk.read_ahead, threading.Event()
+
+    def note(*args):
+        job = read_ahead(*args)
+        files.extend(job.files)
+        return job
+
+    def read_or_not(file, make):
+        while len(files) < 12:
+            late.wait(0.001)
+        at = files.index(file)
+        if at == 5:  # missing, which is known after the next one was read
+            assert late.wait(10)
+            return None
+        found = read(file, make)
+        if at == 6:
+            late.set()
+        return found
+
+    monkeypatch.setattr(second.engine.disk, "read_ahead", note)
+    monkeypatch.setattr(folder, "read", read_or_not)
+    assert ask(second, 0, None, PROMPT)[1] == 20
+
+
+def test_a_step_that_only_waits_for_files_sleeps_until_they_are_there(disk_server, monkeypatch):
+    """It had looked for them every half millisecond, and so kept the reading thread from running."""
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    second, awaited = disk_server(), []
+    reads = second.engine.store.images.reads
+    wait = reads.wait
+
+    def note(pending, timeout):
+        awaited.append(len(pending))
+        wait(pending, timeout)
+
+    read, slept = second.engine.disk.folder.read, threading.Event()
+
+    def slow_read(file, make):
+        slept.wait(0.01)
+        return read(file, make)
+
+    monkeypatch.setattr(reads, "wait", note)
+    monkeypatch.setattr(second.engine.disk.folder, "read", slow_read)
+    assert ask(second, 0, None, PROMPT)[1] == 48
+    assert awaited and awaited[0] > 0
 
 
 def test_room_for_a_read_is_not_made_of_the_blocks_that_come_before(disk_server, monkeypatch):
