@@ -110,7 +110,7 @@ def _llamacpp(found: Values) -> list[str]:
 def _slots(found: Values) -> list[str]:
     rows = {row["prefix"]: row for row in found["rows"]}
     both = [f"{_ms(row['ours'])} and {_ms(row['peer'])}" for row in rows.values()]
-    return [found["model_size"], f"{found['tokens']:,}", *both]
+    return [found["model_size"], f"{found['tokens']:,} and {found.get('question', 1)}", *both]
 
 
 def _chunks(found: Values) -> list[str]:
@@ -161,7 +161,13 @@ COMMANDS = {
     ),
     "llamacpp_slots": Measured(
         "python -m chorus.perf.bench.llamacpp_slots TREE",
-        ["model", "tokens", "ours and llama.cpp's, ms: computed", "from host memory, a slot", "from files, a slot"],
+        [
+            "model",
+            "prompt, question",
+            "ours and llama.cpp's, ms: computed",
+            "from host memory, a slot",
+            "from files, a slot",
+        ],
         _slots,
     ),
     "images": Measured(
