@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -160,18 +162,20 @@ class CheckedRun(EngineRun):
         images, scheduler = self.engine.store.images, self.engine.scheduler
         wait, is_inline = images.wait, isinstance(images.reads, InlineReads)
 
-        def checked(timeout: float) -> None:
+        def checked(timeout: float, beside: Sequence[Future[Any]] = ()) -> None:
             counts = images.counts()
-            has_reads = counts.num_under_way or self.engine.store.loads.under_way
+            has_reads = counts.num_under_way or self.engine.store.loads.under_way or beside
             was_changed = (  # in this very step: the rest starts, or fails, in the next one
                 scheduler.lifecycle.num_preemptions > self._num_preemptions
                 or counts.num_given_up > self._num_given_up
                 or images.has_failures  # at once: an earlier read of the same directory hangs
-                or (self.engine.disk is not None and self.engine.disk.is_reading)
             )
-            promise(bool(has_reads) or was_changed or is_inline, "it has work, runs nothing and waits for nothing")
+            promise(
+                bool(has_reads) or bool(beside) or was_changed or is_inline,
+                "it has work, runs nothing and waits for nothing",
+            )
             self.reached["waited for a read"] += 1
-            wait(timeout)
+            wait(timeout, beside)
 
         images.wait = checked
 
