@@ -277,7 +277,7 @@ class Engine:
         Files are removed in the background, and not counted. reset_running_requests: preempt running requests, too.
         """
         if Medium.DISK in tiers and self.disk is not None:
-            self.disk.clear()
+            self.disk.writer.clear()
         if reset_running_requests:
             self.scheduler.reset_running()
         if not {Medium.POOL, Medium.HOST} <= {*tiers}:

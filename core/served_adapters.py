@@ -84,7 +84,7 @@ class ServedAdapters:
         """Remove the cached prefixes of an adapter's content from files, unless it is registered under another name."""
         disk = self._scheduler.disk
         if disk is not None and content_hash is not None and self._store.find(content_hash) is None:
-            disk.remove_owner(content_hash)
+            disk.writer.remove_owner(content_hash)
 
     def find(self, name: str, sibling: Request | None, tenant: str = "") -> Adapter:
         """The version of a name that a new request of a tenant is bound to: its call's, while that is held. Raises

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..host.daemon_pool import DaemonPool
 from ..pages.block import BASE_VERSION, Block, Key, Root
 from .folder import BlockFile, BlockFolder, SealedBlock
-from .keys import BASE, BlockKeys, is_of, owner_name
+from .keys import BASE, BlockKeys, owner_name
+from .writer import BlockWriter, Pool
 
 if TYPE_CHECKING:
     from ..host.budget import HostBudget
@@ -31,33 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUEUE_BYTES = 256 << 20
-"""Bytes of blocks that wait to be written, at most an eighth of host memory's budget. More are not written until they
-leave host memory."""
-
 CLOSE_SECONDS = 30.0
 """The most seconds that a clean stop writes blocks."""
 
-_LOOK_SECONDS = 0.005
-"""Seconds between two looks at what is being written, at a clean stop."""
-
 READERS = 2
-
-
-class Pool(Protocol):
-    """Runs calls beside the engine's thread."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run a call soon. Raises an error if it can't be run."""
-        ...
-
-    def wait(self, futures: Sequence[Future[Any]], timeout: float) -> None:
-        """Wait until one of some calls has ended, at most `timeout` seconds."""
-        ...
-
-    def shutdown(self) -> None:
-        """Begin no further call."""
-        ...
 
 
 class FileEvents(Protocol):
@@ -154,14 +131,10 @@ class DiskTier:
     """The most seconds that `close` waits for the disk."""
 
     def __post_init__(self) -> None:
-        self.use_pools(DaemonPool("kv-write", 1, 1 << 20), DaemonPool("kv-read", READERS, 64))
+        self.writer = BlockWriter(self.folder, self.pages.bytes_of, self.page_bytes, self.budget.capacity_bytes)
+        self._readers: Pool = DaemonPool("kv-read", READERS, 64)
         self._lock = threading.Lock()
-        self._queue: deque[tuple[BlockFile, SealedBlock, Callable[[], None]]] = deque()
         self._events: FileEvents | None = None
-        self._queued_bytes = 0
-        self._writing: Future[None] | None = None
-        self._removed: set[str] = set()
-        self._most_queued = min(QUEUE_BYTES, self.budget.capacity_bytes // 8)
         self._jobs: dict[str, ReadAhead] = {}
         self._reserved_bytes = 0
         self.is_closed = False
@@ -171,7 +144,7 @@ class DiskTier:
 
     def use_pools(self, writer: Pool, readers: Pool) -> None:
         """Write and read on these threads; the writer runs one call after another."""
-        self._writer, self._readers = writer, readers
+        self.writer.pool, self._readers = writer, readers
 
     @property
     def shared_name(self) -> str:
@@ -183,7 +156,7 @@ class DiskTier:
     @property
     def num_bytes(self) -> int:
         """Host memory of blocks that wait to be written, or are being read."""
-        return self._queued_bytes + self._reserved_bytes
+        return self.writer.num_bytes + self._reserved_bytes
 
     def is_loose(self, item: Hashable) -> bool:
         return False
@@ -248,75 +221,19 @@ class DiskTier:
             images += state.images
             accepted = state.accepted
         sealed = SealedBlock(groups, len(images) - len(groups), accepted, images)
-        if self._enqueue(block, sealed, self._most_queued):
+        if self.writer.has_room(len(images)) and self._write(block, sealed):
             block.written = len(groups) + has_state
 
-    def _enqueue(self, block: Block, sealed: SealedBlock, most: int) -> bool:
-        size = len(sealed.pages) * self.page_bytes
-        if self._queued_bytes + size > most or (file := self.file_of(block)) is None:
+    def _write(self, block: Block, sealed: SealedBlock) -> bool:
+        """Write a block soon; False if it is not known where."""
+        if (file := self.file_of(block)) is None:
             return False
-        with self._lock:
-            self._queue.append((file, sealed, self._teller(block)))
-            self._queued_bytes += size
-            starts = self._writing is None or self._writing.done()
-        if starts:
-            try:
-                self._writing = self._writer.submit(self._write_all)
-            except Exception as error:  # no thread
-                logger.warning("cached KV is not written: %s", error)
-                with self._lock:
-                    self._queue.clear()
-                    self._queued_bytes = 0
+        self.writer.add(file, sealed, self._teller(block))
         return True
-
-    def _write_all(self) -> None:
-        """Write what waits; runs on the writing thread."""
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._writing = None
-                    return
-                file, sealed, tell = self._queue.popleft()
-                is_removed = any(is_of(file.owner, content) for content in self._removed)
-            try:
-                if is_removed:
-                    continue
-                if self.folder.has(file, sealed):
-                    tell()
-                else:
-                    self.folder.write(file, sealed, [self.pages.bytes_of(image) for image in sealed.pages], tell)
-            except Exception:
-                logger.exception("a cached block was not written")
-            finally:
-                with self._lock:
-                    self._queued_bytes -= len(sealed.pages) * self.page_bytes
-
-    def remove_owner(self, content_hash: str) -> Future[int]:
-        """Remove blocks of an adapter and of its compositions, also those that wait to be written, soon."""
-        with self._lock:
-            self._removed.add(content_hash)
-        return self._writer.submit(self._remove_owner, content_hash)
-
-    def _remove_owner(self, content_hash: str) -> int:
-        """Runs on the writing thread, after what was being written."""
-        try:
-            return self.folder.remove_owner(content_hash)
-        finally:
-            with self._lock:
-                self._removed.discard(content_hash)
-
-    def clear(self) -> Future[int]:
-        """Remove all blocks in the background."""
-        with self._lock:
-            self._queued_bytes -= sum(len(sealed.pages) for _, sealed, _ in self._queue) * self.page_bytes
-            self._queue.clear()
-        return self._writer.submit(self.folder.clear)
 
     def wait(self, timeout: float = CLOSE_SECONDS) -> None:
         """Wait until what was given to be written or removed has been."""
-        if (writing := self._writing) is not None:
-            writing.result(timeout)
-        self._writer.submit(lambda: None).result(timeout)
+        self.writer.wait(timeout)
 
     # -- reading
 
@@ -523,30 +440,20 @@ class DiskTier:
             job.has_ended = True
         if copy_out is not None:
             self._save_the_rest(copy_out, end)
-        while self._is_writing and self.clock() < end:
-            self._wait_for_writes()
-        self._writer.shutdown()
+        while self.writer.is_writing and self.clock() < end:
+            self.writer.let_write()
+        self.writer.pool.shutdown()
         self._readers.shutdown()
-        if not self._is_writing and all(future.done() for future in self.reads):
+        if not self.writer.is_writing and all(future.done() for future in self.reads):
             self.folder.close()  # else a thread that hangs still has it
-
-    @property
-    def _is_writing(self) -> bool:
-        writing = self._writing
-        return writing is not None and not writing.done()
-
-    def _wait_for_writes(self) -> None:
-        """Let what waits be written for a moment."""
-        if (writing := self._writing) is not None:
-            self._writer.wait([writing], _LOOK_SECONDS)
 
     def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:
         """Write the blocks that only the pool has, parents first."""
         found: list[Block] = list(self.prefix.roots())
         for block in found:
             found += block.children.values()
-            while self._is_writing and self._queued_bytes > self._most_queued // 2 and self.clock() < end:
-                self._wait_for_writes()
+            while self.writer.is_writing and self.writer.is_half_full and self.clock() < end:
+                self.writer.let_write()
             if self.clock() > end:
                 return
             if block.parent is None:
@@ -557,7 +464,7 @@ class DiskTier:
                 logger.warning("a cached block is not written, as it could not be copied: %s", error)
                 continue
             if sealed is not None:
-                self._enqueue(block, sealed, 1 << 62)
+                self._write(block, sealed)
 
 
 def _nothing() -> None:

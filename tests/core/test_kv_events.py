@@ -132,7 +132,7 @@ def test_events_tell_which_blocks_are_in_files(with_files):
     assert mirror.files.keys() == keys_in(engine) and len(mirror.files) == 2 * (len(PROMPT) // 4)
     assert set(mirror.files.values()) == {tuple((PROMPT * 2)[at : at + 4]) for at in range(0, len(PROMPT) - 3, 4)}
     content = engine.store.get("r2-qv").manifest.content_hash
-    engine.disk.remove_owner(content).result()
+    engine.disk.writer.remove_owner(content).result()
     assert not mirror.follow()
     assert mirror.files.keys() == keys_in(engine) and len(mirror.files) == len(PROMPT) // 4
     engine.reset_prefix_cache(tiers=[Medium.DISK])

@@ -225,7 +225,7 @@ class FilesInVirtualTime:
         if self._rng.random() < 0.7:
             self._calls.calls_left = self._rng.randint(0, 12)
             try:
-                self._disk._write_all()  # noqa: SLF001 - as its thread does
+                self._disk.writer.write_all()  # as its thread does
             except Killed:
                 self._reached["killed while it wrote"] += 1
         self._writer.is_dead = self._reader.is_dead = self._disk.is_closed = True
