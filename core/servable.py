@@ -54,6 +54,7 @@ class Servable:
         request.bound = request.adapter
         self.check_tokens(request)
         self._check_images(request)
+        self._set_image_ends(request)
         self._set_head(request)
         if request.adapter is not None and request.adapter.manifest.invocation_tokens:
             self._activate(request, request.adapter)
@@ -96,6 +97,12 @@ class Servable:
             request.media_scope = f"@{bound.manifest.content_hash or version}"
         if not bound.manifest.parts and not bound.manifest.vectors:
             request.adapter = None  # it changes images alone
+
+    def _set_image_ends(self, request: Request) -> None:
+        """Set which tokens beside images' rows go to experts of images, too."""
+        if (ends := self._model.image_ends) is not None:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            request.media = tuple(item.with_ends(prompt, ends) for item in request.media)
 
     def _set_blocks(self, request: Request) -> None:
         """Set which positions of the prompt see each other."""

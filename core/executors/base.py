@@ -78,6 +78,8 @@ class ModelInfo:
     """The token at images' positions, where they are served."""
     image_marks: tuple[int, ...] = field(default=(), compare=False)
     """See `ModelConfig`."""
+    image_ends: tuple[int, int] | None = field(default=None, compare=False)
+    """See `VisionSpec.ends`; None where images are not served, too."""
     image_blocks: Blocks | None = field(default=None, compare=False)
     """Which positions of a prompt with images see each other, where images are served."""
     most_images: int | None = field(default=None, compare=False)
@@ -270,6 +272,7 @@ class ModelExecutor(ExecutorBase):
             why_blind=blind,
             image_token=None if blind else model.image_token,
             image_marks=() if blind else model.image_marks,
+            image_ends=None if blind else model.image_ends,
             image_blocks=None if blind else model.image_blocks,
             most_images=None if model.vision is None else model.vision.most_images,
         )

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from ...memory.files.tokens.torchvision import mend_torchvision
+from ..model.checkpoints.checkpoint import Checkpoint
+from ..model.read_config import read_model_config
 from ..model.specs.vision import VisionSpec
+from ..model.weights.tensor_parts import sources
 from .linear import TowerChanges, make_adaptable
 
 
@@ -118,7 +122,7 @@ def _parameters(base: Any, name: str) -> Iterator[tuple[str, torch.nn.Parameter]
 
 
 def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: torch.dtype) -> Any:
-    """The model with a text part of no layers, all but the tower dropped."""
+    """The model with a text part of no layers, all but the tower dropped. No other tensors are read."""
     mend_torchvision()
     import transformers
     from transformers import AutoConfig
@@ -127,13 +131,13 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
     _leave_out_text(config)
     _leave_out_quantisation(config)
     kind = getattr(transformers, architecture)
-    with _quiet():
+    with _quiet(), _beside_text(directory) as tensors:
         whole, info = kind.from_pretrained(
-            directory,
+            None,
             config=config,
+            state_dict=tensors,
             dtype=dtype,
             output_loading_info=True,
-            local_files_only=True,
             ignore_mismatched_sizes=True,  # of what depends on the number of layers; the tower's are looked at below
         )
     begins = tuple(f"model.{name}." for name in (*spec.modules, *spec.parameters))
@@ -147,10 +151,24 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
     return whole.eval().requires_grad_(False)
 
 
+@contextmanager
+def _beside_text(directory: Path) -> Iterator[dict[str, Any]]:
+    """The tensors of a checkpoint that are not of its text part, by name; each is read where it is sliced."""
+    checkpoint, model = Checkpoint(directory), read_model_config(directory)
+    text, names = {source.name for source in sources(model, checkpoint).values()}, model.tensors.of(checkpoint)
+    layers = tuple(f"{prefix}{names.layers}." for prefix in names.prefixes)  # which may be quantised
+    others = (name for name in checkpoint.names() if name not in text and not name.startswith(layers))
+    paths = {name: checkpoint[name].path for name in others}
+    with ExitStack() as opened:
+        files = {path: opened.enter_context(safe_open(path, "pt")) for path in dict.fromkeys(paths.values())}
+        yield {name: files[path].get_slice(name) for name, path in paths.items()}
+
+
 def _leave_out_text(config: Any) -> None:
-    """Have a configuration's text part have no layers, and the model no tower of sound."""
+    """Have a configuration's text part have no layers and one token, and the model no tower of sound."""
     text = config.get_text_config()
     text.num_hidden_layers = 0
+    text.vocab_size, text.pad_token_id = 1, 0
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
     if getattr(text, "num_kv_shared_layers", None):

@@ -189,6 +189,8 @@ class StepBatch(Generic[P, L]):
     """None: no token stands for a row of an image."""
     axes: AxisPositions | None = None
     """None: each token has one position on all axes."""
+    image_tokens: torch.Tensor | None = None
+    """`[of images]` int64: indices of the tokens that experts of images take, in rising order; None: there are none."""
 
     def look_up(self, token: int | None) -> None:
         """Have this token stand at rows of images, whose embeddings these are; None: the placeholder stays."""
@@ -206,6 +208,17 @@ def media_rows(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> Medi
                 places += range(first, first + count)
                 found.append(encoded[row : row + count])
     return MediaRows(torch.tensor(places, dtype=torch.long), torch.cat(found)) if found else None
+
+
+def image_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> torch.Tensor | None:
+    """See `StepBatch.image_tokens`. begins: index of each sequence's first token."""
+    found = list[int]()
+    for sequence, begin in zip(rows, begins, strict=False):
+        for item in sequence.media:
+            for position, count in item.spans(sequence.start, sequence.kv_len):
+                first = begin + position - sequence.start
+                found += range(first, first + count)
+    return torch.tensor(found, dtype=torch.long) if found else None
 
 
 def _by_axes(rows: Sequence[ScheduledSequence], begins: Sequence[int], positions: torch.Tensor) -> AxisPositions | None:
@@ -307,4 +320,5 @@ def ragged_batch(
         states=states,
         media=media_rows(rows, qo_indptr),
         axes=axes,
+        image_tokens=image_tokens(rows, qo_indptr),
     )

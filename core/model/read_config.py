@@ -66,6 +66,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         why_text_alone=family.why_text_alone,
         image_token=_image_token(raw, family.vision),
         image_marks=_image_marks(raw, family.vision),
+        image_ends=_image_ends(raw, family.vision),
         media_layers=_media_layers(raw, family.vision),
         image_blocks=_blocks(text, family.vision),
         image_lookup=text.integer("pad_token_id", 0, least=0) if family.vision and family.vision.pads_lookups else None,
@@ -86,6 +87,14 @@ def _image_marks(raw: ConfigJson, vision: VisionSpec | None) -> tuple[int, ...]:
     if vision is None or not vision.marks:
         return ()
     return raw.indices("visual_indicator_token_ids") or vision.marks
+
+
+def _image_ends(raw: ConfigJson, vision: VisionSpec | None) -> tuple[int, int] | None:
+    """See `VisionSpec.ends`."""
+    if vision is None or vision.ends is None:
+        return None
+    first, last = vision.ends
+    return raw.integer("image_start_token_id", first, least=0), raw.integer("image_end_token_id", last, least=0)
 
 
 def _read(family: Family, fields: ConfigJson) -> ModelConfig:

@@ -8,7 +8,7 @@ Tests: tests/core/media/test_items.py
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ class MediaItem:
     held: object = field(default=None, kw_only=True, compare=False, repr=False)
     """What accounts for the file's memory as long as it is referred to."""
 
+    ends: tuple[int, int] = field(default=(0, 0), kw_only=True)
+    """Tokens before its first row and behind its last one that experts of images take, too: see `VisionSpec.ends`."""
+
     @property
     def num_rows(self) -> int:
         return sum(count for _, count in self.runs)
@@ -54,6 +57,22 @@ class MediaItem:
                 yield low, row + low - first, high - low
             row += count
 
+    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The positions within `begin … end` of its rows and ends: the first of each run, and how many."""
+        last = len(self.runs) - 1
+        for at, (first, count) in enumerate(self.runs):
+            low, high = first - (at == 0) * self.ends[0], first + count + (at == last) * self.ends[1]
+            low, high = max(low, begin), min(high, end)
+            if low < high:
+                yield low, high - low
+
+    def with_ends(self, tokens: Sequence[int], ends: tuple[int, int]) -> MediaItem:
+        """The item with those of its ends that a prompt has. ends: the tokens of both."""
+        before, behind = self.runs[0][0] - 1, sum(self.runs[-1])
+        has_first = before >= 0 and tokens[before] == ends[0]
+        has_last = behind < len(tokens) and tokens[behind] == ends[1]
+        return replace(self, ends=(int(has_first), int(has_last)))
+
     def to_wire(self) -> dict[str, Any]:
         """The item as plain data."""
         runs, settings = [list(run) for run in self.runs], dict(self.settings)
@@ -71,12 +90,15 @@ def position_shift(media: Sequence[MediaItem], place: int) -> int:
 
 
 def keys_of(tokens: Sequence[int], media: Sequence[MediaItem], begin: int, scope: str = "") -> list[Key]:
-    """The tokens from position `begin` on, with pairs at the positions of images. scope: tells apart rows that an
-    adapter changes.
+    """The tokens from position `begin` on, with pairs at the positions of images: of their ends those of the token.
+    scope: tells apart rows that an adapter changes.
     """
     found: list[Key] = list(tokens)
     for item in media:
         digest = item.digest + scope
+        for position, count in item.spans(begin, begin + len(tokens)) if any(item.ends) else ():
+            at = position - begin
+            found[at : at + count] = [("", token) for token in tokens[at : at + count]]
         for position, row, count in item.places(begin, begin + len(tokens)):
             at = position - begin
             found[at : at + count] = [(digest, each) for each in range(row, row + count)]

@@ -20,7 +20,7 @@ from .types import ScheduledSequence, StepPlan
 if TYPE_CHECKING:
     import torch
 
-VERSION = 12
+VERSION = 13
 
 _PARAMS = tuple(one.name for one in fields(RequestParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
@@ -88,7 +88,8 @@ def _media_to_wire(sequence: ScheduledSequence) -> list[dict[str, Any]]:
         first, count = (places[0][1], sum(each for *_, each in places)) if places else (0, 0)
         rows = encoded[first : first + count].float().cpu().numpy().tobytes() if places else b""  # exactly as they are
         runs = [list(run) for run in item.runs]
-        found.append({"runs": runs, "grid": list(item.grid), "first": first, "count": count, "rows": rows})
+        own = {"runs": runs, "grid": list(item.grid), "ends": list(item.ends)}
+        found.append({**own, "first": first, "count": count, "rows": rows})
     return found
 
 
@@ -112,7 +113,8 @@ def _media_from_wire(media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     items, rows = list[MediaItem](), list[_Rows | None]()
     for each in media:
-        items.append(MediaItem(b"", "", tuple((first, count) for first, count in each["runs"]), tuple(each["grid"])))
+        (before, behind), runs = each["ends"], tuple((first, count) for first, count in each["runs"])
+        items.append(MediaItem(b"", "", runs, tuple(each["grid"]), ends=(before, behind)))
         values = torch.frombuffer(bytearray(each["rows"]), dtype=torch.float32) if each["count"] else None
         rows.append(None if values is None else _Rows(each["first"], values.view(each["count"], -1)))
     return {"media": items, "media_rows": rows}

@@ -142,8 +142,8 @@ class ScheduledSequence:
 
     @property
     def sees(self) -> bool:
-        """True if any of its tokens stands for a row of an image."""
-        return any(True for item in self.media for _ in item.places(self.start, self.kv_len))
+        """True if any of its tokens stands for a row of an image, or is one of the image's ends."""
+        return any(True for item in self.media for _ in item.spans(self.start, self.kv_len))
 
     @property
     def looks_back(self) -> bool:

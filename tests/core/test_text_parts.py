@@ -126,6 +126,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
         QWEN_TOWER,
     ),
+    "Ernie4_5_VLMoeForConditionalGeneration": (
+        "Ernie4_5_VLMoeConfig",
+        {"rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}, "moe_num_experts": 8, "moe_k": 3,
+         "moe_intermediate_size": [40, 24], "moe_num_shared_experts": 1},
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2},
+    ),
     "Exaone4_5_ForConditionalGeneration": (
         "Exaone4_5_Config",
         {"model_type": "exaone4", "sliding_window": 20, "pad_token_id": 0},
@@ -395,7 +401,12 @@ FLAT = {"Phi4MultimodalForCausalLM"}
 IN_MEMORY = {"Kimi_K25ForConditionalGeneration", "QianfanOCRForConditionalGeneration"}
 
 #: Published checkpoints' names of architectures that transformers saves under others.
-PUBLISHED = {"KimiK25ForConditionalGeneration", "InternVLChatModel", "Qwen2_5OmniModel"}
+PUBLISHED = {
+    "KimiK25ForConditionalGeneration",
+    "InternVLChatModel",
+    "Qwen2_5OmniModel",
+    "Ernie4_5_VL_MoeForConditionalGeneration",
+}
 
 #: The thinker with its talker, see `test_a_thinker_is_the_same_with_its_talker`.
 WITH_TALKERS = {"Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"}

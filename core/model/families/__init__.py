@@ -122,6 +122,7 @@ ALL: tuple[Family, ...] = (
     qwen2_moe.QWEN2_MOE,
     ernie.ERNIE_4_5,
     ernie.ERNIE_4_5_MOE,
+    ernie.ERNIE_4_5_VL,
     minimax.MINIMAX_M2,
     glm.GLM_4_1V,
     glm_moe.GLM_4_5V,
@@ -252,7 +253,6 @@ ALL: tuple[Family, ...] = (
 )
 
 UNSERVED = {
-    "Ernie4_5_VLMoeForConditionalGeneration": "tokens of images go to experts of their own",
     "DeepseekOcr2ForConditionalGeneration": "adapters on its embeddings gave other tokens than PEFT's",
 }
 """Architectures that are refused, each with the reason that the error names."""

@@ -1,12 +1,14 @@
 """ERNIE 4.5 (text): Llama that rotates neighbouring pairs; ERNIE-4.5-MoE chooses experts by a softmax with a learned
-correction. PaddleOCR-VL rotates halves.
+correction. PaddleOCR-VL rotates halves. ERNIE 4.5 VL has two sets of experts, one of them for positions of images.
 
 Tests: tests/core/model/specs/test_published_configs.py, tests/core/paths
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
@@ -14,8 +16,16 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.layers import LayerSpec
-from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from ..specs.vision import SEES
+from ..specs.tensor_names import (
+    CORRECTION,
+    IMAGE_CORRECTION,
+    IMAGE_ROUTER,
+    LLAMA_NORMS,
+    STACKED_EXPERTS,
+    TEXT_AND_IMAGES,
+    TensorNames,
+)
+from ..specs.vision import SEES, VisionSpec
 from . import qwen, reading, rotary
 
 
@@ -41,23 +51,43 @@ def _model(fields: ConfigJson, attention: AttentionSpec) -> ModelConfig:
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
+    count = fields.integer("num_hidden_layers")
+    last = fields.integer("moe_layer_end_index", least=-1)
+    first, last = fields.integer("moe_layer_start_index", least=0), count - 1 if last == -1 else last
+    interval = fields.integer("moe_layer_interval")
+    has_experts = [first <= index <= last and (index + 1) % interval == 0 for index in range(count)]
+    return _mixture(fields, _attention(fields, bias=False), has_experts, _EXPERTS)
+
+
+def _read_seeing(fields: ConfigJson) -> ModelConfig:
+    sizes = fields.indices("moe_intermediate_size")
+    if len(sizes) != 2 or 0 in sizes:
+        raise fields.refuse("moe_intermediate_size", "two sizes of experts are needed: of text, and of images")
+    fields = fields.with_values({"moe_intermediate_size": sizes[0]})
+    attention = _attention(fields, bias=False)
+    assert attention.rope is not None, "all layers rotate"
+    attention = replace(attention, rope=rotary.in_pairs(fields, attention.rope, (22, 22, 20)))
+    has_experts = reading.mlp_layer_types(fields, 1)
+    return _mixture(fields, attention, has_experts, _IMAGE_EXPERTS, image_size=sizes[1])
+
+
+def _mixture(
+    fields: ConfigJson, attention: AttentionSpec, has_experts: Sequence[bool], tensors: TensorNames, **options: Any
+) -> ModelConfig:
+    """has_experts: which layers have. options: of `Experts`."""
     if fields.boolean("use_bias"):
         raise fields.refuse("use_bias", "a shared expert has no biases here; only false is supported")
     if fields.number("moe_norm_min") > _NORM_MIN:
         raise fields.refuse("moe_norm_min", f"weights are divided by their sum, however small; at most {_NORM_MIN}")
-    count, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
-    last = fields.integer("moe_layer_end_index", least=-1)
-    first, last = fields.integer("moe_layer_start_index", least=0), count - 1 if last == -1 else last
-    interval = fields.integer("moe_layer_interval")
     experts = reading.experts(
         fields,
         Routing(1, renormalised=True, corrected=True),
         per_token="num_experts_per_tok" if "num_experts_per_tok" in fields.raw else "moe_k",
-        shared_size=reading.number_of(fields, "moe_num_shared_experts") * size,
+        shared_size=reading.number_of(fields, "moe_num_shared_experts") * fields.integer("moe_intermediate_size"),
+        **options,
     )
-    has_experts = [first <= index <= last and (index + 1) % interval == 0 for index in range(count)]
-    layers = reading.layers_with_experts(fields, [_attention(fields, bias=False)] * count, experts, has_experts)
-    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=_EXPERTS)
+    layers = reading.layers_with_experts(fields, [attention] * len(has_experts), experts, has_experts)
+    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
 
 
 #: The least sum of weights that checkpoints name: sums are above it.
@@ -72,6 +102,24 @@ _EXPERTS = TensorNames(
     },
     wrapped=(CORRECTION,),
     left_out=("model.mtp_",),
+)
+_STATICS = "mlp.moe_statics"
+_IMAGE_EXPERTS = replace(
+    _EXPERTS,
+    prefixes=TEXT_AND_IMAGES.prefixes,
+    names={**_EXPERTS.names, IMAGE_ROUTER: "mlp.gate.weight_1"},
+    fused={_STATICS: ("mlp.gate", "mlp.image_gate")},
+    apart=(_STATICS,),
+    wrapped=(CORRECTION, IMAGE_CORRECTION),
+    transposed_parts=("mlp.gate.weight", IMAGE_ROUTER),
+    stacked_experts={f"mlp.text_moe.{name.removeprefix('mlp.')}": parts for name, parts in STACKED_EXPERTS.items()},
+    left_out=(
+        *_EXPERTS.left_out,
+        "vision_model.",
+        "model.vision_model.",
+        "model.vision_tower.",
+        "model.resampler_model.",
+    ),
 )
 _DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -105,6 +153,33 @@ ERNIE_4_5_MOE = Family(
     },
     notes="draft layers (`mtp`) are left out; models with biases are refused",
     nulls=("num_key_value_heads", "use_bias"),
+)
+ERNIE_4_5_VL = Family(
+    "ERNIE 4.5 VL",
+    ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration"),
+    _read_seeing,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": [1536, 512],
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_norm_min": _NORM_MIN,
+    },
+    _IMAGE_EXPERTS,
+    notes=f"{SEES}; images on CPUs alone; the native decoder serves it with images off; models with biases are refused",
+    nulls=("head_dim", "num_key_value_heads", "use_bias"),
+    shape=text_shape(103424, 2560, 12288, 28, 20),
+    vision=VisionSpec(
+        ("vision_tower", "resampler_model"),
+        ("pixel_values", "image_grid_thw"),
+        copied=("spatial_linear", "temporal_linear"),
+        token=100295,
+        grid="image_grid_thw",
+        ends=(101304, 101305),
+        renamed=(("vision_model", "vision_tower"),),
+    ),
 )
 PADDLEOCR_VL = Family(
     "PaddleOCR-VL",

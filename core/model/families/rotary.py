@@ -107,6 +107,17 @@ def in_turns(fields: ConfigJson, rope: RopeConfig, default: tuple[int, int, int]
     return replace(rope, axes=tuple(axis if turn < sections[axis] else 0 for axis, turn in turns))
 
 
+def in_pairs(fields: ConfigJson, rope: RopeConfig, default: tuple[int, int, int]) -> RopeConfig:
+    """The rope with axes of time, height and width: frequencies are of height and of width in turn, and the last ones
+    are of time. Their sections are as many of height, of width, and of time.
+    """
+    check_sections(fields, rope, default)
+    sections = rope_fields(fields).indices("mrope_section") or default
+    if len(sections) != 3 or sections[0] != sections[1] or not sections[2]:
+        raise rope_fields(fields).refuse("mrope_section", "three sections are needed, the first two of one size")
+    return replace(rope, axes=(1, 2) * sections[0] + (0,) * sections[2])
+
+
 def rope_type_of(scaling: ConfigJson) -> str:
     return scaling.text(_type_field(scaling), "default")
 

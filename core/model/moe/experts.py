@@ -212,6 +212,8 @@ def _gating(activation: Activation | ClampedSwiglu | UngatedActivation) -> Nativ
 
 def what_native_lacks(spec: Experts) -> str | None:
     """What a mixture has that the native library does not compute; None: it computes all of it."""
+    if spec.sees:
+        return "mixture with experts of images"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
 
 
@@ -379,6 +381,28 @@ def mix_experts(
     outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches).view(*experts.shape, -1)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
+
+
+def mix_by_modality(
+    x: torch.Tensor,
+    mixtures: tuple[ExpertWeights, ExpertWeights],
+    spec: Experts,
+    of_images: torch.Tensor,
+    lora: MixtureLora | None = None,
+) -> torch.Tensor:
+    """The same where some rows go to experts of images. mixtures: of text, and of images. of_images: `[rows]` int64,
+    the rows of images, in rising order.
+    """
+    is_text = torch.ones(len(x), dtype=torch.bool)
+    is_text[of_images] = False
+    found = torch.empty_like(x)
+    for rows, weights, own, has_experts in zip(
+        (is_text.nonzero()[:, 0], of_images), mixtures, (spec, spec.of_images), (True, False), strict=True
+    ):
+        if len(rows):
+            added = None if lora is None else lora.of_rows(rows.tolist(), has_experts=has_experts)
+            found[rows] = mix_experts(x[rows], weights, own, added)
+    return found
 
 
 class SharedOutputs(NamedTuple):

@@ -30,6 +30,8 @@ _NATIVE_GROUPS = (
 )
 """The groups of `MixtureModules`."""
 
+_SHARED = (Group.SHARED_GATE, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
+
 
 def mixture_modules(columns: Columns) -> MixtureModules:
     """What adapters change of a layer's mixture, for the native library."""
@@ -51,6 +53,14 @@ class MixtureLora:
         if any(offsets[module] >= 0 for offsets in own for module in modules):
             return cls(arena, segments, layer, columns)
         return None
+
+    def of_rows(self, tokens: Sequence[int], *, has_experts: bool) -> MixtureLora:
+        """The same for rows that are only some of the step's tokens, in rising order. has_experts: they go to the
+        experts that adapters change; else adapters change the shared one alone.
+        """
+        kept = self._columns.items()
+        columns = self._columns if has_experts else {at: own if at in _SHARED else () for at, own in kept}
+        return MixtureLora(self._arena, self._segments.of_rows(tokens), self._layer, columns)
 
     @property
     def native(self) -> NativeMixtureLora:

@@ -11,9 +11,11 @@ from ....ops.elementwise import elementwise
 from ....ops.elementwise.sparse_gates import sparse_gates as with_sparse_gates
 from ....ops.moe.expert_tiles_schedule import ExpertLaunches
 from ..batch import GemmBackend, GemmKind
-from ..moe.experts import ExpertWeights, mix_experts
+from ..moe.experts import ExpertWeights, lora_of, mix_by_modality, mix_experts
+from ..moe.mixture_lora import MixtureLora
 from ..moe.stacked_experts import StackedExperts
 from ..nvtx_spans import span
+from ..weights.slots import IMAGE_EXPERTS
 from .builder import Kept
 from .ops import AddMedia, Clip, Concat, GateOutput, Mix, Moe, Scale, SparseGates, Sum
 from .torch_ops import kind_of
@@ -89,6 +91,10 @@ def moe(op: Moe, at: OpContext) -> Run:
         names, experts, lora = step.names, step.layers[index][op.experts], step.batch.lora
         added = None if lora is None else lora.mixture(index)
         routed = None if routed_of is None else routed_of(names)
+        if spec.sees and (of_images := step.batch.image_tokens) is not None:
+            both = experts, step.layers[index][IMAGE_EXPERTS]
+            names[op.out] = mix_by_modality(read(names), both, spec, of_images, lora_of(added, MixtureLora))
+            return
         launches = _launches(backend_of(step, experts))
         names[op.out] = mix_experts(read(names), experts, spec, added, routed, launches=launches)
 

@@ -129,6 +129,9 @@ class ModelConfig:
     image_marks: tuple[int, ...] = ()
     """Tokens around images' rows at whose positions rows stand, too: see `VisionSpec`."""
 
+    image_ends: tuple[int, int] | None = None
+    """See `VisionSpec.ends`."""
+
     media_layers: tuple[int, ...] = ()
     """Layers behind which further parts of images' rows are added, in order, where images are served."""
 

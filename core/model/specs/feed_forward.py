@@ -128,7 +128,19 @@ class Experts:
     factor: float = 1.0
     """Of the sum of all experts' outputs (Cohere 2 MoE)."""
 
+    image_size: int = 0
+    """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
+    VL). 0: there are none."""
+
+    sees: bool = False
+    """Images are served; else the further experts stay unread."""
+
     bias = False
+
+    @property
+    def of_images(self) -> Experts:
+        """The mixture that positions of images go to: the further experts, and the same shared one."""
+        return replace(self, size=self.image_size, image_size=0)
 
     @property
     def is_gated(self) -> bool:
@@ -154,4 +166,5 @@ class Experts:
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""
-        return replace(self, size=self.size // size, shared_size=self.shared_size // size)
+        sizes = {name: getattr(self, name) // size for name in ("size", "shared_size", "image_size")}
+        return replace(self, **sizes)

@@ -31,6 +31,9 @@ LATENT_NORMS = {"self_attn.q_norm": "self_attn.q_a_layernorm", "self_attn.k_norm
 #: A router's correction, by its name in `tensor_parts.tensor_shapes`: see `Routing.corrected`.
 CORRECTION = "mlp.gate.e_score_correction_bias"
 
+#: The router of experts of images' positions, and its correction.
+IMAGE_ROUTER, IMAGE_CORRECTION = "mlp.image_gate.weight", "mlp.image_gate.e_score_correction_bias"
+
 #: The convolution of queries, keys and values, which published checkpoints have in three tensors. So does what
 #: transformers saves, in three equal parts, however wide queries, keys and values are.
 JOINED_CONVS = {"conv1d.weight": ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")}
@@ -115,6 +118,9 @@ class TensorNames:
 
     inputs_first: bool = False
     """Matrices of layers, but for experts', are `[in, out]` (GPT-2)."""
+
+    transposed_parts: tuple[str, ...] = ()
+    """Parts of layers that are `[in, out]` where others aren't, with the ends of their names (ERNIE 4.5 VL)."""
 
     alternates: bool = False
     """In a stacked tensor, rows of the matrices alternate, rather than follow one another (gpt-oss)."""

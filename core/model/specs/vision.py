@@ -2,8 +2,9 @@
 
 Families whose image positions are ordinary causal tokens need nothing else. What others need beside is a further field
 here and in a step: positions on three axes (`grid`, and `StepBatch.axes`), additions behind layers (`additions`,
-further parts of `MediaRows`, and the op `AddMedia`), and blocks of positions that see each other (`blocks`,
-`AttentionSpec.blocks`, `Request.blocks`, and `BlockSpans` of a step).
+further parts of `MediaRows`, and the op `AddMedia`), blocks of positions that see each other (`blocks`,
+`AttentionSpec.blocks`, `Request.blocks`, and `BlockSpans` of a step), and experts of images' positions
+(`Experts.image_size`, and `StepBatch.image_tokens`).
 
 Tests: tests/core/media/test_served_images.py
 """
@@ -50,6 +51,10 @@ class VisionSpec:
 
     least_rows: int = 1
     """Rows that an image must have: transformers' module fails for fewer."""
+
+    ends: tuple[int, int] | None = None
+    """Tokens before an image's rows and behind them that experts of images take as they take rows, where `config.json`
+    names no others (`image_start_token_id`, `image_end_token_id`). None: there are none."""
 
     most_images: int | None = None
     """Of a prompt; None: any number. One where transformers makes other rows of an image that is not alone."""

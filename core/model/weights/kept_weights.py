@@ -32,7 +32,7 @@ from ..moe.stacked_experts import stacked_experts
 from ..specs.norms import NormSpec
 from .layer_weights import LayerWeights
 from .rounding_weight import RoundingWeight
-from .slots import EXPERTS, Keep, Slot
+from .slots import EXPERTS, IMAGE_EXPERTS, Keep, Slot
 from .weight_plan import PACKED, Way, WeightPlan
 from .weights import Pack
 
@@ -87,7 +87,7 @@ def moved(
     def kept(name: str, part: Any) -> Any:
         match keeps.get(name):
             case None:
-                return keep_experts(part) if name == EXPERTS else part.to(device)
+                return keep_experts(part) if name in (EXPERTS, IMAGE_EXPERTS) else part.to(device)
             case Keep.FLOAT32:
                 return part.to(device)
             case Keep.NORM:

@@ -46,6 +46,7 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
     if whole.experts is not None:
         counts.append(("width of experts, {},", whole.experts.size))
         counts.append(("width of the shared expert, {},", whole.experts.shared_size))
+        counts.append(("width of images' experts, {},", whole.experts.image_size))
     sizes = [layer.dense.size for layer in whole.layers if layer.dense is not None]
     counts += [("intermediate_size {}", size) for size in dict.fromkeys((whole.intermediate_size, *sizes))]
     for what, count in counts:

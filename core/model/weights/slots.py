@@ -21,7 +21,7 @@ from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, UngatedActivation
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
-from ..specs.tensor_names import CORRECTION
+from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
 
 #: A part of a tensor: slices of its first dimensions.
 Part = tuple[slice, ...]
@@ -50,8 +50,9 @@ MERGED_MATRICES = {
     int(group): name for group, name in MATRICES.items() if group not in (*INPUT_GROUPS, *LOW_RANK_GROUPS)
 }
 
-#: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture.
-RECURRENT, EXPERTS = "recurrent", "experts"
+#: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
+#: `image_experts.…` of that of images' positions.
+RECURRENT, EXPERTS, IMAGE_EXPERTS = "recurrent", "experts", "image_experts"
 
 #: Norms that a layer may have around its parts, by where they stand.
 _NORMS = {
@@ -316,6 +317,21 @@ class _Layer:
         if spec.biased:
             yield self._of_experts("gate_up_bias", Group.EXPERT_GATE_UP, is_bias=True)
             yield self._of_experts("down_bias", Group.EXPERT_DOWN, is_bias=True)
+        if spec.image_size:
+            yield from self._of_images(spec)
+
+    def _of_images(self, spec: Experts) -> Iterator[Slot]:
+        """Of the experts of images' positions, whose numbers go on behind the others'."""
+        count, own = spec.count, spec.of_images.projections(self._hidden)
+        small, large = (Keep.FLOAT32, Keep.EXPERT) if spec.sees else (Keep.UNUSED, Keep.UNUSED)
+        yield Slot(f"{IMAGE_EXPERTS}.router", (SlotTensor(IMAGE_ROUTER, (count, self._hidden)),), small)
+        for name, group in (("gate_up", Group.EXPERT_GATE_UP), ("down", Group.EXPERT_DOWN)):
+            of_group = [each for each in own if each.group is group]
+            numbers = range(count, 2 * count)
+            tensors = tuple(_weight(each.of_expert(number)) for number in numbers for each in of_group)
+            yield Slot(f"{IMAGE_EXPERTS}.{name}", tensors, large, count=count)
+        if spec.routing.corrected:
+            yield Slot(f"{IMAGE_EXPERTS}.correction", (SlotTensor(IMAGE_CORRECTION, (count,)),), small)
 
     def _of_experts(self, name: str, group: Group, *, is_bias: bool = False) -> Slot:
         """A list of weights of all experts, or of their biases."""

@@ -168,7 +168,7 @@ def _layer_source(
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
     own = _plain_source(tensors, at, part, names)
     fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
-    transposed = tensors.inputs_first and len(shapes[part]) == 2
+    transposed = part in tensors.transposed_parts or (tensors.inputs_first and len(shapes[part]) == 2)
     if fused is None or (own in names and f"{at}{fused}.{kind}" not in names):
         return Source(own, transposed=transposed)
     if path in units:

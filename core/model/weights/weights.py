@@ -26,7 +26,7 @@ from ..specs.positions import sinusoids
 from .layer_weights import LayerWeights
 from .narrow_bytes import kept_bytes
 from .shard import WHOLE, Shard
-from .slots import EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
+from .slots import EXPERTS, IMAGE_EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
 from .tensor_parts import (
     EMBED,
     EMBED_NORM,
@@ -201,6 +201,11 @@ class Weights(ABC):
             found[RECURRENT] = spec.recurrent.share(self._shard.size).weights(parts[RECURRENT])
         if EXPERTS in parts:
             found[EXPERTS] = ListedExperts(**parts[EXPERTS])
+        if IMAGE_EXPERTS in parts:
+            shared: dict[str, Any] = {
+                name: parts[EXPERTS].get(name) for name in ("shared_gate_up", "shared_down", "shared_gate")
+            }
+            found[IMAGE_EXPERTS] = ListedExperts(**parts[IMAGE_EXPERTS], **shared)
         return found
 
     def _slot(self, at: str, slot: Slot, pack: Pack | None, pack_expert: ExpertPack | None) -> Any:

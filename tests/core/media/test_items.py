@@ -37,3 +37,18 @@ def test_keys_are_pairs_at_images_alone() -> None:
     assert keys_of(tokens, [item], 0) == [1, 5, ("d", 0), ("d", 1), IMAGE]
     assert keys_of(tokens[3:], [item], 3, "@2") == [("d@2", 1), IMAGE]
     assert MediaItem.from_wire(item.to_wire()) == item
+
+
+def test_ends_are_the_tokens_beside_rows() -> None:
+    """Only those that a prompt has there: a mark that stands elsewhere is text, and not found for an end."""
+    item = MediaItem(b"", "d", ((2, 2), (6, 1)))
+    tokens = [1, 7, IMAGE, IMAGE, 5, 5, IMAGE, 8, 7, 8]
+    assert item.with_ends(tokens, (7, 8)).ends == (1, 1)
+    assert item.with_ends(tokens, (6, 8)).ends == (0, 1)
+    assert item.with_ends(tokens[:7], (7, 8)).ends == (1, 0)
+    assert MediaItem(b"", "d", ((0, 1),)).with_ends([IMAGE, 7], (7, 8)).ends == (0, 0)
+    both = item.with_ends(tokens, (7, 8))
+    assert list(both.spans(0, 20)) == [(1, 3), (6, 2)] and list(item.spans(0, 20)) == [(2, 2), (6, 1)]
+    assert list(both.spans(0, 2)) == [(1, 1)] and list(both.spans(7, 8)) == [(7, 1)] and list(both.spans(8, 9)) == []
+    assert keys_of(tokens, [both], 0) == [1, ("", 7), ("d", 0), ("d", 1), 5, 5, ("d", 2), ("", 8), 7, 8]
+    assert keys_of(tokens[7:], [both], 7, "@2") == [("", 8), 7, 8]

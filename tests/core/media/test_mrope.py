@@ -118,7 +118,10 @@ def older(path: Path, to: Path, pattern: str | None) -> None:
     """An adapter as an earlier transformers and peft saved it. pattern: its `target_modules` then."""
     shutil.copytree(path, to)
     names = {f"{PREFIX}model.visual.": f"{PREFIX}visual.", f"{PREFIX}model.projector.": f"{PREFIX}mlp_AR."}
-    names[f"{PREFIX}model.language_model."] = f"{PREFIX}model."
+    names |= {
+        f"{PREFIX}model.vision_tower.": f"{PREFIX}vision_model.",
+        f"{PREFIX}model.language_model.": f"{PREFIX}model.",
+    }
 
     def of(name: str) -> str:
         for now, then in names.items():
@@ -137,7 +140,8 @@ def older(path: Path, to: Path, pattern: str | None) -> None:
 def test_adapters_with_older_names(asked: Asked, tmp_path: Path) -> None:
     adapters = asked.reference.path / "adapters"
     tower = tiny_mrope.adapters(asked.reference.family)["tower"]["target_modules"]
-    older_tower = tower.removeprefix(".*").replace("projector", "mlp_AR")
+    older_tower = tower.removeprefix(".*").replace("projector", "mlp_AR").replace("vision_tower", "vision_model")
+    older_tower = older_tower.replace("resampler_model", "model.resampler_model")
     patterns = {"seven": None, "tower": older_tower, "copied": None}
     for name, pattern in patterns.items():
         older(adapters / name, tmp_path / name, pattern)

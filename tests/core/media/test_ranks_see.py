@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,11 +24,21 @@ pytestmark = [
     pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),
 ]
 
-#: Runs of rows; axes; additions; blocks in all layers, and in some; inputs of layers; states; experts.
+#: Runs of rows; axes; additions; blocks in all layers, and in some; inputs of layers; states; experts; those of images.
 FEW = ("smolvlm", "qwen3_vl", "gemma3")
 FAMILIES = [
     name if name in FEW else pytest.param(name, marks=pytest.mark.wide)
-    for name in (*FEW, "mistral3", "gemma4", "gemma4_inputs", "qwen3_5", "qwen3_vl_moe", "paligemma2", "granite_vision")
+    for name in (
+        *FEW,
+        "mistral3",
+        "gemma4",
+        "gemma4_inputs",
+        "qwen3_5",
+        "qwen3_vl_moe",
+        "paligemma2",
+        "granite_vision",
+        "ernie4_5_vl_moe",
+    )
 ]
 
 
@@ -77,6 +88,7 @@ def test_a_plan_has_the_rows_of_its_step_alone() -> None:
     asked = Asked("qwen3_vl")
     request: Request = asked.request("one", None, [picture(1, (90, 30)), picture(2, (20, 60))])
     (first, count), *_ = request.media[0].runs
+    request.media = tuple(replace(item, ends=(1, 0)) for item in request.media)
     rows = [torch.randn(item.num_rows, 6).bfloat16() for item in request.media]
     start, tokens = first + 2, request.token_ids[first + 2 : first + count + 1]
     sequence = ScheduledSequence(
@@ -87,6 +99,8 @@ def test_a_plan_has_the_rows_of_its_step_alone() -> None:
     sent = plan["sequences"][0]["media"]
     assert [each["count"] for each in sent] == [count - 2, 0] and "data" not in sent[0]
     (found,) = plan_from_wire(plan, lambda _: pytest.fail("no adapter")).sequences
-    assert [(item.runs, item.grid) for item in found.media] == [(item.runs, item.grid) for item in request.media]
+    assert [(item.runs, item.grid, item.ends) for item in found.media] == [
+        (item.runs, item.grid, item.ends) for item in request.media
+    ]
     assert found.sees and found.position_shift == sequence.position_shift
     assert torch.equal(found.media_rows[0][2:count], rows[0][2:].float())

@@ -117,6 +117,8 @@ def engine_of(asked: Asked, kernels: str = "torch", **fields: Any) -> Engine:
     usual = {"memory_bytes": 64 << 20, "max_num_batched_tokens": 48, "threads": 1, "prefix_cache": True}
     usual |= {"model": path, "adapters": path / "adapters"}
     usual |= step_of(asked.reference.family)
+    if kernels == "native" and asked.reference.family in tiny_mrope.ON_TORCH:
+        kernels = "auto"  # PyTorch's operators, with the native library's products
     return Engine.from_config(EngineConfig(cpu_kernels=kernels, device="cpu", dtype="float32", **usual | fields))
 
 

@@ -12,7 +12,7 @@ from ...tiny_tokenizer import save_tokenizer
 
 _QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<|im_end|>")
 _GLM = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|im_end|>")
-_PADDLE = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|video_pad|>", "<|im_end|>")
+_BAIDU = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|video_pad|>", "<|im_end|>")
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -33,8 +33,13 @@ FAMILIES = {
     "glm_ocr": "GlmOcr",
     "glm4v_moe": "Glm4vMoe",
     "paddleocr_vl": "PaddleOCRVL",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
 }
 """Beginnings of classes' names, by `model_type`."""
+
+ERNIE = "ernie4_5_vl_moe"
+ON_TORCH = (ERNIE,)
+"""Families whose steps PyTorch's operators compute where images are served: the native decoder refuses them."""
 
 
 class Processors(NamedTuple):
@@ -53,7 +58,8 @@ PROCESSORS = dict.fromkeys(FAMILIES, _LIKE_QWEN3) | {
     "qwen2_5_vl": _LIKE_QWEN3._replace(whole="Qwen2_5_VL"),
     "glm46v": _LIKE_GLM,
     **dict.fromkeys(("glm4v", "glm_ocr", "glm4v_moe"), Processors("Glm4v", "Glm4v", "Glm4v", _GLM)),
-    "paddleocr_vl": Processors("PaddleOCRVL", "PaddleOCRVL", "", _PADDLE),
+    "paddleocr_vl": Processors("PaddleOCRVL", "PaddleOCRVL", "", _BAIDU),
+    ERNIE: Processors("Ernie4_5_VLMoe", "Ernie4_5_VLMoe", "Ernie4_5_VLMoe", _BAIDU),
 }
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
@@ -134,6 +140,17 @@ TEXTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 1.0},
     },
     "paddleocr_vl": {**_TEXT, "head_dim": 16, "tie_word_embeddings": False},
+    ERNIE: {
+        **_TEXT,
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": [48, 24],
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]},
+        "tie_word_embeddings": False,
+    },
 }
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {**_TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
@@ -152,6 +169,20 @@ TOWERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm4v", "glm_ocr", "glm4v_moe"), _GLM_TOWER),
     "glm46v": {**_GLM_TOWER, "model_type": "glm4v_vision"},
     "paddleocr_vl": _SIGLIP,
+    ERNIE: {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+    },
+}
+_NAMES = dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glm4v_moe", ERNIE), "image")
+"""Beginnings of the names of tokens around images, where it is not `vision`."""
+_ERNIE_TOKENS = {
+    **{f"{what}_{at}_token": _BAIDU[place] for what in ("image", "video") for at, place in (("start", 0), ("end", 2))},
+    "video_token": _BAIDU[3],
 }
 SIZE = {"shortest_edge": 16 * 16, "longest_edge": 48 * 40}
 """Pixels of an image: patches of four by four, of which four are a row, make 4 to 30 rows."""
@@ -167,6 +198,18 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 def adapters(family: str) -> dict[str, dict[str, Any]]:
     """Those of a family."""
+    if family == ERNIE:
+        tower = r".*(vision_tower.*\.(qkv|proj|fc1)|resampler_model\..*(fc2|mlp))"
+        dora = r".*vision_tower.*qkv|.*language_model.*v_proj"
+        return ADAPTERS | {
+            "tower": {"target_modules": tower},
+            "dora": {"target_modules": dora, "use_dora": True},
+            "copied": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["resampler_model"]},
+            "experts": {
+                "target_modules": ["q_proj", "down_proj"],
+                "target_parameters": ["text_moe.experts.gate_up_proj", "text_moe.experts.down_proj"],
+            },
+        }
     if family != "paddleocr_vl":
         return ADAPTERS
     tower = r".*(visual.*\.(q_proj|out_proj|fc1|patch_embedding)|projector\.linear_[12])"
@@ -178,8 +221,8 @@ def adapters(family: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def save_model(family: str, path: Path) -> None:
-    """Write a model without adapters."""
+def save_model(family: str, path: Path, text: dict[str, Any] | None = None) -> None:
+    """Write a model without adapters. text: further fields of its text part."""
     import transformers
 
     save_tokenizer(path)
@@ -194,23 +237,23 @@ def save_model(family: str, path: Path) -> None:
         eos_token="</s>",
         unk_token="<unk>",
         pad_token="<unk>",
-        extra_special_tokens={"image_token": image},
+        extra_special_tokens={"image_token": image, **(_ERNIE_TOKENS if family == ERNIE else {})},
     )
     own, parts = {"patch_size": 4, "size": SIZE}, {}
     images = getattr(transformers, f"{processors.images}ImageProcessor")(**own)
     if processors.videos:
-        parts["video_processor"] = getattr(transformers, f"{processors.videos}VideoProcessor")(**own)
+        without = {"draw_on_frames": False, "font": ""} if family == ERNIE else {}
+        parts["video_processor"] = getattr(transformers, f"{processors.videos}VideoProcessor")(**own, **without)
     template = TEMPLATE.replace("IMAGE", begin + image + end)
     kind = getattr(transformers, f"{processors.whole}Processor")
     kind(images, wrapped, chat_template=template, **parts).save_pretrained(path)
     name, ids = FAMILIES[family], {mark: wrapped.convert_tokens_to_ids(mark) for mark in processors.marks}
     config = getattr(transformers, f"{name}Config")(
-        text_config={**TEXTS[family], "vocab_size": -(-len(wrapped) // 8) * 8},
+        text_config={**TEXTS[family], **(text or {}), "vocab_size": -(-len(wrapped) // 8) * 8},
         vision_config=TOWERS[family],
         image_token_id=ids[image],
         video_token_id=ids[video],
-        **({"image_start_token_id": ids[begin], "image_end_token_id": ids[end]} if processors.marks is _GLM else {}),
-        **({"vision_start_token_id": ids[begin], "vision_end_token_id": ids[end]} if begin not in _GLM else {}),
+        **{f"{_NAMES.get(family, 'vision')}_{at}_token_id": ids[mark] for at, mark in (("start", begin), ("end", end))},
         tie_word_embeddings=False,
     )
     torch.manual_seed(5)
@@ -219,7 +262,9 @@ def save_model(family: str, path: Path) -> None:
         for title, parameter in model.named_parameters():
             if "norm" in title and parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-            elif "visual" in title or "projector" in title:
+            elif "e_score_correction" in title:
+                parameter.uniform_(-0.1, 0.1)
+            elif any(part in title for part in ("visual", "projector", "vision_tower", "resampler")):
                 parameter.normal_(0, 0.3)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(path)

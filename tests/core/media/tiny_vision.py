@@ -142,8 +142,10 @@ def _save_model(family: str, path: Path) -> None:
 
 
 @quiet()
-def save_adapter(path: Path, family: str, title: str, fields: dict[str, Any], seed: int) -> None:
-    """Write a random adapter of the whole model with peft."""
+def save_adapter(
+    path: Path, family: str, title: str, fields: dict[str, Any], seed: int, to: Path | None = None
+) -> None:
+    """Write a random adapter of the whole model with peft. to: where, if not beside the model's others."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(100 + seed)
@@ -155,7 +157,7 @@ def save_adapter(path: Path, family: str, title: str, fields: dict[str, Any], se
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif "lora_magnitude" in name:
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
-    model.save_pretrained(str(path / "adapters" / title))
+    model.save_pretrained(str(to or path / "adapters" / title))
 
 
 def reference(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -25,6 +25,7 @@ FAMILIES = {
     "glm_ocr": "GlmOcr",
     "glm4v_moe": "Glm4vMoe",
     "paddleocr_vl": "PaddleOCRVL",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
 }
 
 

@@ -33,6 +33,7 @@ FAMILIES = {
     "glm_ocr": ("GlmOcr", 64),
     "glm4v_moe": ("Glm4vMoe", 128),
     "paddleocr_vl": ("PaddleOCRVL", 128),
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoe", 128),
 }
 SHARES = {"qwen3_5": 0.25, "qwen3_5_moe": 0.25, "glm4v_moe": 0.5}
 """The parts of heads that rotate, where not all does."""
@@ -60,6 +61,9 @@ def rope_of(path: Path) -> RopeConfig:
 def test_angles_are_those_of_transformers(family: str, sections: list[int] | None, tmp_path: Path) -> None:
     name, head_dim = FAMILIES[family]
     shared: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+    if sections is not None and family == "ernie4_5_vl_moe":  # as many of height as of width
+        least = min(sections)
+        sections = [least, least, sum(sections) - 2 * least]
     if sections is not None:
         head_dim, shared["mrope_section"] = 32, sections
     if (share := SHARES.get(family)) is not None:
