@@ -687,7 +687,6 @@ WRONG = [
     ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM is not supported; supported: LlamaForCausalLM, Mistral"),
     ({"architectures": ["DeepseekOcr2ForConditionalGeneration"]}, "is not supported: adapters on its embeddings gave"),
     ({"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"]}, "is not supported: tokens of images go to experts"),
-    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),
