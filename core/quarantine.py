@@ -204,9 +204,7 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
             "" if sees else ": images are not served, and GET /health says why",
         )
     if manifest.untrained:
-        logger.info(
-            "adapter %s: has no tensors of %s, which stay the base model's", name, ", ".join(manifest.untrained)
-        )
+        logger.info("adapter %s: does not train %s, which stay the base model's", name, ", ".join(manifest.untrained))
     if manifest.dropped:
         logger.info(
             "adapter %s: %s equal the base model's own and are dropped", name, ", ".join(map(shown, manifest.dropped))

@@ -144,7 +144,8 @@ class PiecewiseSteps:
             backends=self.backends.of(bucket),
         )
         flow = self._flow.of(bucket)
-        pieces = [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
+        count = len(self._decoder.layers_of_mixers) + 1
+        pieces = [partial(self._decoder.piece, index, batch, flow) for index in range(count)]
         return pieces, batch
 
     def _run(self, pieces: Sequence[Callable[[], None]], batch: Batch) -> None:
@@ -152,9 +153,9 @@ class PiecewiseSteps:
         in a step without any, the waits of the last step with adapters don't apply.
         """
         flow, first, has_lora = self._flow.of(self._num_tokens), self._first, batch.lora is not None
-        for index, piece in enumerate(pieces[:-1]):
+        for index, (layer, piece) in enumerate(zip(self._decoder.layers_of_mixers, pieces, strict=False)):
             if has_lora:
-                self._lora.wait(index)
+                self._lora.wait(layer)
             (piece if index or first is None else first)()
             self._decoder.mix(index, batch, self._states, flow)
         pieces[-1]()

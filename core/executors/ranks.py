@@ -159,7 +159,8 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         native = config.cpu_kernels != "torch" and why_unsupported(shapes.config, dtype) is None
         weights = sum(weight_bytes(config, shapes, Shard(rank, size), dtype, native=native) for rank in range(size))
         self.num_pages = num_pages = cpu_pages(config, shapes, self.layout, weights)
-        floats = max(config.max_num_batched_tokens * (shapes.whole.hidden_size + _ROW_ROOM), shapes.whole.vocab_size)
+        widest = max(shapes.whole.projections.summed)
+        floats = max(config.max_num_batched_tokens * (widest + _ROW_ROOM), shapes.whole.vocab_size)
         layout = MemoryLayout(size, floats, CpuRankContext.COUNT_BYTES, size * arena_bytes(one, num_pages))
         fd = SharedMemory.create(layout)
         try:

@@ -244,11 +244,11 @@ class DecoderModel:
         return Step(batch, self._merged if batch.merged else self._weights, names, states, kept, rotations)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
-        """Compute the part between the mixers of layer `index - 1` and those of layer `index`: the rest of the one, and
-        the inputs of the other's, with its keys and values written. The first begins with the embedding, the one after
-        the last layer leaves all in the residual stream.
+        """Compute the part between the mixers number `index - 1` and `index`, of one layer each, or parts of one: the
+        rest of the one, and the inputs of the other's, with its keys and values written. The first begins with the
+        embedding, the one after the last layer leaves all in the residual stream.
 
-        Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
+        All pieces, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
         """
         names, ends = flow.names, self._program.ends
         step = self._step(batch, names, kept=flow.kept)
@@ -263,12 +263,17 @@ class DecoderModel:
         for each in leaves:
             if (found := names[each.name]).data_ptr() != flow.kept[each].data_ptr():
                 flow.kept[each].copy_(found)
-        if index == len(self.layers):
+        if index == len(self.layers_of_mixers):
             run_ops(ends.join, step)
 
+    @property
+    def layers_of_mixers(self) -> Sequence[int]:
+        """The layer of each `mix`; there is one piece more."""
+        return self._program.layer_of
+
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
-        """Run a layer's mixers, as many as it has, between two pieces."""
-        names = {each.name: flow.kept[each] for each in self._program.programs[index].reads}
+        """Run a layer's mixers, as many as it has, or a part of one, between two pieces."""
+        names = {each.name: flow.kept[each] for each in self._program.segments[index].reads}
         run_ops(self._program.mixers[index], self._step(batch, names, states, flow.kept))
 
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
@@ -281,10 +286,10 @@ class DecoderModel:
 
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
-        programs, dtype, device = self._program.programs, self._dtype, self._arena.pages.device
-        mixed = tuple({each for program in programs for each in program.mixed})
+        segments, dtype, device = self._program.segments, self._dtype, self._arena.pages.device
+        mixed = tuple({each for segment in segments for each in segment.mixed})
         lasting = lasting_buffers(self.config)
-        every = {each for program in programs for each in program.reads}.union(mixed, lasting)
+        every = {each for segment in segments for each in segment.reads}.union(mixed, lasting)
         kept = {each: torch.zeros(tokens, *each.shape, dtype=dtype, device=device) for each in every}
         return Flow(self.new_rows(tokens), kept, mixed, lasting)
 

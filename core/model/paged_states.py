@@ -13,7 +13,7 @@ import torch
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...memory.pages.states import StateLayout, StateSlots
-from ...ops.mixers.recurrent import RecurrentState, RecurrentWeights
+from ...ops.mixers.recurrent import WHOLE, RecurrentState, RecurrentWeights, StatePart
 from ...ops.ranks.ranks import Collectives
 from ..requests.types import ScheduledSequence
 from .specs.config import ModelConfig
@@ -46,35 +46,45 @@ class StatePages:
         self.index = layers_with_states(config)
         self._heads = [self._heads_of(index) for index in range(self.layout.shape.num_layers)]
 
-    def read(self, layer: int, pages: torch.Tensor, fresh: torch.Tensor, drafts: int = 0) -> RecurrentState:
+    def read(
+        self, layer: int, pages: torch.Tensor, fresh: torch.Tensor, drafts: int = 0, part: StatePart = WHOLE
+    ) -> RecurrentState:
         """The states in these pages. layer: its index in the model. pages: `[sequences, pages of a state]` int64.
         fresh: `[sequences]`: True if a sequence begins with a state of zeros. drafts: of how many the inputs are read.
+        part: the rest is empty.
         """
         index, shape = self.index[layer], self.spec.recurrent_shape
-        page, at = self.layout.conv(index)
-        conv = self.pages[pages[:, page], at : at + self.layout.shape.conv_elems].unflatten(1, self.spec.conv_shape)
-        heads = [self.pages[pages[:, page], begin:end] for page, begin, end in self._heads[index]]
-        recurrent = torch.cat(heads, 1) if heads else conv.new_empty(len(pages), 0)
-        recurrent = recurrent.unflatten(1, shape)
+        conv = recurrent = self.pages.new_empty(len(pages), 0)
+        if part.has_conv:
+            page, at = self.layout.conv(index)
+            conv = self.pages[pages[:, page], at : at + self.layout.shape.conv_elems].unflatten(1, self.spec.conv_shape)
+        if part.has_heads and (spans := self._heads[index]):
+            recurrent = torch.cat([self.pages[pages[:, page], begin:end] for page, begin, end in spans], 1)
+            recurrent = recurrent.unflatten(1, shape)
         for state in (conv, recurrent):  # an index of booleans would have a GPU wait for the host
             state.masked_fill_(fresh.view(-1, *[1] * (state.dim() - 1)), 0)
-        found = RecurrentState(conv, recurrent, self._drafts_of(index, pages, drafts) if drafts else None)
+        kept = self._drafts_of(index, pages, drafts)[..., part.drafts] if drafts else None
+        found = RecurrentState(conv, recurrent, kept)
         found.fresh = fresh.clone() if self.spec.marks_first else None
         return found
 
-    def write(self, layer: int, pages: torch.Tensor, state: RecurrentState, drafts: int = 0) -> None:
+    def write(
+        self, layer: int, pages: torch.Tensor, state: RecurrentState, drafts: int = 0, part: StatePart = WHOLE
+    ) -> None:
         """Keep states in these pages, and the inputs of so many drafts."""
         index = self.index[layer]
-        page, at = self.layout.conv(index)
-        self.pages[pages[:, page], at : at + self.layout.shape.conv_elems] = state.conv.flatten(1)
+        if part.has_conv:
+            page, at = self.layout.conv(index)
+            self.pages[pages[:, page], at : at + self.layout.shape.conv_elems] = state.conv.flatten(1)
         heads, done = state.recurrent.flatten(1), 0
-        for page, begin, end in self._heads[index]:
+        for page, begin, end in self._heads[index] if part.has_heads else ():
             self.pages[pages[:, page], begin:end] = heads[:, done : done + end - begin]
             done += end - begin
+        first, last, _ = part.drafts.indices(self.spec.draft_size)
         for draft in range(drafts):
             assert state.drafts is not None
             page, at = self.layout.draft(index, draft)
-            self.pages[pages[:, page], at : at + self.spec.draft_size] = state.drafts[:, draft]
+            self.pages[pages[:, page], at + first : at + last] = state.drafts[:, draft]
 
     def _drafts_of(self, index: int, pages: torch.Tensor, drafts: int) -> torch.Tensor:
         """See `RecurrentState.drafts`."""
@@ -149,7 +159,7 @@ class PagedStates:
         """See `StepStates.mix`."""
         drafts = max(self.drafts, default=0)
         kept = max(self.accepted, default=0) or drafts
-        state = self._states.read(layer, self.read, self.fresh, kept)
+        state = self._states.read(layer, self.read, self.fresh, kept, weights.part)
         out = weights.mix(rows, state, self.qo_indptr, self.accepted, self.drafts, ranks)
-        self._states.write(layer, self.written, state, drafts)
+        self._states.write(layer, self.written, state, drafts, weights.part)
         return out

@@ -92,7 +92,7 @@ class CudaPagedStates:
         begins, counts, accepted, fresh = table[:, :4].unbind(1)
         read, written = table[:, 4:].chunk(2, 1)
         most = self._layout.shape.most_drafts
-        state = self._states.read(layer, read, fresh.bool(), most)
+        state = self._states.read(layer, read, fresh.bool(), most, weights.part)
         out = weights.step(rows, state, begins, counts, accepted, ranks)
-        self._states.write(layer, written, state, most)
+        self._states.write(layer, written, state, most, weights.part)
         return out

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Group, Projections
 from .adapter_weights import AdapterWeights
+from .bypassed import find_bypassed, refuse_nothing
 from .computed_ranks import take_computed_ranks
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
@@ -116,6 +117,9 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_names(file, names, config, projections, others)
             is_larger = take_computed_ranks(file, targets, names, projections)
             _check_shapes(file, targets, names, config, projections)
+            bypassed = find_bypassed(file, names, vectors, projections)
+            _leave_out(bypassed, targets, names, projections)
+            refuse_nothing(file.path, bypassed, (*targets, *vectors, *rows, *tower))
             parts = parts_of(targets, projections) + rows
             # of stacked experts, and of rows by unit, B is read in another order; slices are joined
             is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
@@ -133,7 +137,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 base_model=config.base_model,
                 modules=modules,
                 num_left_out=file.num_left_out,
-                untrained=untrained,
+                untrained=(*untrained, *bypassed),
                 dropped=dropped,
                 invocation_tokens=config.invocation_tokens,
                 head=head,

@@ -48,7 +48,9 @@ class AdapterManifest:
     """Tensors of the file that have no effect on text."""
 
     untrained: tuple[str, ...] = ()
-    """Projections that its configuration targets as "all-linear", and that the file has no tensors of."""
+    """Projections that its configuration targets and the file does not train: of "all-linear" those that it has no
+    tensors of, and those of `bypassed`.
+    """
 
     dropped: tuple[str, ...] = ()
     """Tensors of the file that are whole modules of the base model, as they are in it."""

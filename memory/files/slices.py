@@ -44,7 +44,7 @@ def slices_of(projections: Projections, renamed: Mapping[str, str]) -> dict[str,
     found = {}
     for path, names in _SLICES.items():
         own = next((each for each in projections if each.path == path), None)
-        if own is not None:
+        if own is not None and not any(name in projections for name in names):
             module, firsts = renamed.get(own.name, path).rpartition(".")[0], accumulate(own.sections, initial=0)
             for name, first, rows in zip(names, firsts, own.sections, strict=False):
                 found[f"{module}.{name}"] = Slice(own.name, first, rows)

@@ -125,6 +125,16 @@ def mamba_projections(hidden: int, heads: int, head_dim: int, groups: int, state
     )
 
 
+def scan_projections(hidden: int, size: int, rank: int, state: int, blocks: int) -> tuple[Projection, ...]:
+    """Those of Mamba 1. size: its channels, in blocks that TP ranks share; rank: of steps; state: width of B and C."""
+    return (
+        Projection("mamba.in_proj", Group.MIXER_IN, hidden, 2 * size, blocks, sections=(size, size)),
+        Projection("mamba.x_proj", Group.SCAN_IN, size, rank + 2 * state, blocks),
+        Projection("mamba.dt_proj", Group.DECAY_UP, rank, size, blocks, is_bypassed=True),
+        Projection("mamba.out_proj", Group.MIXER_OUT, size, hidden, blocks),
+    )
+
+
 def unit_projections(hidden: int, size: int, heads: int) -> tuple[Projection, ...]:
     """Those of gated linear recurrent units: of their gates, of their inputs, and of their outputs."""
     return (

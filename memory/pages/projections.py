@@ -83,6 +83,9 @@ class Group(IntEnum):
     OUTPUT_GATE_UP = 24
     """Likewise, gates of its output."""
 
+    SCAN_IN = 25
+    """Of a mixer of two parts: latents of its steps, B and C, from what the first part gives."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -90,8 +93,8 @@ LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
 #: Further ones of a layer with latent attention.
 LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP)
 
-#: Further ones of a layer with a recurrent mixer whose gates have latents.
-GATE_GROUPS = (Group.DECAY_UP, Group.OUTPUT_GATE_UP)
+#: Further ones of a layer with a recurrent mixer whose gates or steps have latents.
+GATE_GROUPS = (Group.DECAY_UP, Group.OUTPUT_GATE_UP, Group.SCAN_IN)
 
 #: Those of a layer's mixture of experts.
 MIXTURE_GROUPS = (
@@ -121,7 +124,9 @@ _REPLICATED = frozenset(
     {Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, *LOW_RANK_GROUPS, Group.INPUTS}
 )
 
-_ROW_PARALLEL = frozenset({Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN, Group.BESIDE_OUT})
+_ROW_PARALLEL = frozenset(
+    {Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN, Group.BESIDE_OUT, Group.SCAN_IN}
+)
 
 #: Those of a mixer. A layer that is a feed-forward part alone has neither.
 _MIXER = frozenset({Group.MIXER_IN, Group.MIXER_OUT})
@@ -158,6 +163,9 @@ class Projection:
 
     form: str = ""
     """Tells those of one module apart, where layers have it in different shapes."""
+
+    is_bypassed: bool = False
+    """transformers multiplies by its weight itself, so that what PEFT puts around the module changes nothing."""
 
     @property
     def module(self) -> str:
@@ -445,6 +453,11 @@ class Projections:
         """Weights of all projections in all layers, outside mixtures of experts."""
         every = (projection for layer in self.layers for projection in layer)
         return sum(each.inputs * each.outputs for each in every if not each.is_of_mixture)
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """Widths of what TP ranks add up, of layers."""
+        return frozenset(each.outputs for layer in self.layers for each in layer if each.is_row_parallel)
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
         """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""

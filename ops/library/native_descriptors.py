@@ -28,7 +28,7 @@ ELEMENT_OF = {torch.float32: Element.F32, torch.float16: Element.F16, torch.bflo
 #: The sizes of a GEMM of layers: its group in a layer, inputs, and (module id, first column, width) of its projections.
 GemmShape = tuple[int, int, Sequence[tuple[int, int, int]]]
 
-_ROW_PARALLEL = (1, 3, 20)
+ROW_PARALLEL = (1, 3, 20, 25)
 """Groups of layers whose inputs TP ranks share, as `memory.pages.projections` numbers them."""
 
 
@@ -40,7 +40,7 @@ def described_gemm_shapes(shapes: Sequence[GemmShape]) -> Array[Any]:
     for descriptor, (group, inputs, modules) in zip(found, shapes, strict=True):
         if len(modules) > most:
             raise ValueError(f"a GEMM has {len(modules)} modules; the native library has room for {most}")
-        descriptor.row_parallel = group in _ROW_PARALLEL
+        descriptor.row_parallel = group in ROW_PARALLEL
         descriptor.inputs, descriptor.count = inputs, len(modules)
         descriptor.targets[: len(modules)] = [layout.structure("Target")(*module) for module in modules]
     return found

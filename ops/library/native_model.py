@@ -114,6 +114,7 @@ class NativeMixer(StrEnum):
     SHORT_CONV = "kShortConv"
     MAMBA2 = "kMamba2"
     RG_LRU = "kRgLru"
+    MAMBA1 = "kMamba1"
 
 
 @dataclass(frozen=True, slots=True)

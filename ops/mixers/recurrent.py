@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch.nn.functional import pad
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 """Tokens of a prompt that are computed at once, where a mixer computes chunks."""
+
+
+class StatePart(NamedTuple):
+    """The part of a layer's state that one of a mixer's parts has."""
+
+    has_conv: bool
+    has_heads: bool
+    drafts: slice
+    """Columns of a draft's inputs."""
 
 
 @dataclass(slots=True)
@@ -62,6 +71,9 @@ class RecurrentState:
                 own.copy_(torch.where(chosen.view(-1, *[1] * (own.dim() - 1)), its, own))
 
 
+WHOLE = StatePart(has_conv=True, has_heads=True, drafts=slice(None))
+
+
 class RecurrentWeights(ABC):
     """A layer's mixer: its tensors besides the projections, in float32, and its formula.
 
@@ -70,6 +82,11 @@ class RecurrentWeights(ABC):
     """
 
     __slots__ = ()
+
+    @property
+    def part(self) -> StatePart:
+        """What it has of a layer's state: all of it, unless a mixer has two parts."""
+        return WHOLE
 
     @abstractmethod
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
@@ -216,3 +233,15 @@ def in_chunks(x: torch.Tensor, chunks: int) -> torch.Tensor:
     """`[tokens, heads, …]` as `[heads, chunks, CHUNK, …]`, with zeros behind the last token."""
     x = pad(x.transpose(0, 1), (0, 0) * (x.dim() - 2) + (0, chunks * CHUNK - len(x)))
     return x.unflatten(1, (chunks, CHUNK)).contiguous()
+
+
+def scanned(decay: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a linear recurrence from 0 has after each token, and how much is left of what it began with; both arguments
+    `[tokens, …]`, and so are both results. Spans twice as long are joined in each turn.
+    """
+    span = 1
+    while span < len(added):
+        added = torch.cat((added[:span], added[span:] + decay[span:] * added[:-span]))
+        decay = torch.cat((decay[:span], decay[span:] * decay[:-span]))
+        span *= 2
+    return decay, added

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import gelu
 
-from .recurrent import RecurrentState, RecurrentWeights, convolve, convolve_tokens
+from .recurrent import RecurrentState, RecurrentWeights, convolve, convolve_tokens, scanned
 
 if TYPE_CHECKING:
     from ..ranks.ranks import Collectives
@@ -106,15 +106,3 @@ class RgLruWeights(RecurrentWeights):
     def _has_begun(state: RecurrentState) -> None:
         assert state.fresh is not None
         state.fresh.fill_(False)
-
-
-def scanned(decay: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a linear recurrence from 0 has after each token, and how much is left of what it began with; both arguments
-    `[tokens, channels]`, and both results. Spans twice as long are joined in each turn.
-    """
-    span = 1
-    while span < len(added):
-        added = torch.cat((added[:span], added[span:] + decay[span:] * added[:-span]))
-        decay = torch.cat((decay[:span], decay[span:] * decay[:-span]))
-        span *= 2
-    return decay, added

@@ -12,6 +12,7 @@
 #include "attention/latents.h"
 #include "mixers/mamba2.h"
 #include "mixers/rg_lru.h"
+#include "mixers/selective_scan.h"
 #include "lora/merge.h"
 #include "lora/model_lora.h"
 #include "lora/offload.h"
@@ -86,7 +87,8 @@ class Decoder final : public AnyDecoder {
           delta_(model.delta),
           short_conv_(model.delta),
           mamba_(model.delta),
-          rg_lru_(model.delta) {}
+          rg_lru_(model.delta),
+          selective_scan_(model.delta) {}
 
     void forward(const StepDesc& step) override {
         plan(step);
@@ -263,17 +265,20 @@ class Decoder final : public AnyDecoder {
         if (m_.delta.mixer == Mixer::kDelta) delta_.plan(seen, drafts, team_.size());
         if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
         if (m_.delta.mixer == Mixer::kRgLru) rg_lru_.plan(seen);
+        if (m_.delta.mixer == Mixer::kMamba1) selective_scan_.plan(team_.size());
     }
 
     void mix(const StepDesc& step, Team::Member& me, const MixOp& op) {
         const PagedStates states{m_, step, op.state_layer};
         const Rows<float> x = registers_.floats(op.x);
+        if (op.is_first) return selective_scan_.convolve(team_, me, op.weights, states, x, registers_.floats(op.out));
         const Rows<X> out = registers_.rounded(op.out);
         switch (m_.delta.mixer) {
             case Mixer::kDelta: return delta_.run(team_, me, op.weights, states, delta_.inputs(x), out);
             case Mixer::kShortConv: return short_conv_.run(team_, me, op.weights, states, x, out);
             case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, op.weights, states, step.tokens, x, out);
             case Mixer::kRgLru: return rg_lru_.run(team_, me, op.weights, states, x, out);
+            case Mixer::kMamba1: return selective_scan_.scan(team_, me, op.weights, states, x, out);
         }
     }
 
@@ -368,6 +373,7 @@ class Decoder final : public AnyDecoder {
     ShortConv short_conv_;
     Mamba2 mamba_;
     RgLru rg_lru_;
+    SelectiveScan selective_scan_;
     Sampling sampling_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<X> normed_;  // rows of the last norm

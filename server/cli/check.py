@@ -149,7 +149,7 @@ def _differences(manifest: AdapterManifest) -> list[str]:
             "and have no effect on text"
         )
     if manifest.untrained:
-        reasons.append(f"it has no tensors of {', '.join(manifest.untrained)}, which stay the base model's")
+        reasons.append(f"it does not train {', '.join(manifest.untrained)}, which stay the base model's")
     if manifest.no_effect:
         reasons.append("it has no effect: all of its B, or all of its A, or its alpha is zero")
     return reasons

@@ -241,6 +241,45 @@ def _recurrent_gemma(rng: random.Random) -> Fields:
     }
 
 
+def _mamba_1(rng: random.Random) -> Fields:
+    return {
+        **_common(rng),
+        "hidden_size": rng.choice((40, 48, 64)),
+        "intermediate_size": rng.choice((48, 64, 80, 96, 130)),
+        "state_size": rng.choice((4, 8, 16, 24)),
+        "time_step_rank": rng.choice(("auto", 2, 6, 10)),
+        "conv_kernel": rng.choice((2, 3, 4)),
+        "use_bias": rng.random() < 0.5,
+        "use_conv_bias": rng.random() < 0.5,
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2)),
+    }
+
+
+def _falcon_mamba(rng: random.Random) -> Fields:
+    return {**_mamba_1(rng), "mixer_rms_eps": rng.choice((1e-6, 1e-3))}
+
+
+def _jamba(rng: random.Random) -> Fields:
+    found = _square(rng)
+    heads, period, every = found["num_attention_heads"], rng.choice((2, 3)), rng.choice((1, 2))
+    return {
+        **found,
+        "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
+        "attn_layer_period": period,
+        "attn_layer_offset": rng.randrange(period),
+        "expert_layer_period": every,
+        "expert_layer_offset": rng.randrange(every),
+        "num_experts": rng.choice((1, 4, 6)),
+        "num_experts_per_tok": rng.choice((1, 2)),
+        "mamba_expand": rng.choice((1, 2)),
+        "mamba_d_state": rng.choice((4, 8, 16)),
+        "mamba_dt_rank": rng.choice(("auto", 2, 6)),
+        "mamba_d_conv": rng.choice((2, 3, 4)),
+        "mamba_conv_bias": rng.random() < 0.5,
+        "mamba_proj_bias": rng.random() < 0.5,
+    }
+
+
 DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "bloom": _bloom,
     "mpt": _mpt,
@@ -256,6 +295,9 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "mistral-4": _latent,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
+    "mamba-1": _mamba_1,
+    "falcon-mamba": _falcon_mamba,
+    "jamba": _jamba,
     "recurrent-gemma": _recurrent_gemma,
 }
 """A tiny family → fields of its configuration, at random."""

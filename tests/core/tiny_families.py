@@ -901,6 +901,34 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "tie_word_embeddings": False, "w_init_variance_scale": 1.0},
         "20KB",
     ),
+    "mamba-1": (
+        "MambaConfig",
+        {"num_hidden_layers": 3, "state_size": 8, "intermediate_size": 128, "time_step_rank": 6},
+        "20KB",
+    ),
+    "mamba-1-biased": (
+        "MambaConfig",
+        {"hidden_size": 48, "num_hidden_layers": 2, "conv_kernel": 3, "use_conv_bias": False, "use_bias": True,
+         "intermediate_size": 128, "tie_word_embeddings": False, "state_size": 40, "time_step_rank": 6},
+        "50GB",
+    ),
+    "falcon-mamba": (
+        "FalconMambaConfig",
+        {"num_hidden_layers": 3, "state_size": 12, "intermediate_size": 128, "mixer_rms_eps": 1e-3},
+        "50GB",
+    ),
+    "jamba": (
+        "JambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6, "mamba_d_state": 8},
+        "50GB",
+    ),
+    "jamba-dense": (
+        "JambaConfig",
+        {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_dt_rank": 6,
+         "mamba_d_state": 8, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
+         "tie_word_embeddings": True},
+        "20KB",
+    ),
     "mamba-2": (
         "Mamba2Config",
         {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
@@ -1014,16 +1042,20 @@ OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear
 GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-2")
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-1", "mamba-2", "falcon-mamba")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", *UNITS, *LATENTS, *MLP]),
+    "r3-all": (
+        3,
+        6,
+        [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj", *UNITS, *LATENTS, *MLP],
+    ),
     "r8-qv": (
         8,
         16,
-        ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj", "v_proj@linear", "f_b_proj", "linear_x"],
+        ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj", "v_proj@linear", "f_b_proj", "linear_x", "x_proj"],
     ),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", "linear_out", *MLP]),
 }

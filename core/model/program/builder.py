@@ -73,10 +73,18 @@ class LayerProgram:
     mixed: tuple[Kept, ...] = ()
     """Buffers that the mixers write."""
 
+    earlier: LayerProgram | None = None
+    """What comes before it, where a layer's mixer has two parts: up to the first of them."""
+
     @property
     def ops(self) -> tuple[Op, ...]:
         """All of them in order."""
-        return self.before + self.mixers + self.after
+        return tuple(op for each in self.segments for op in each.before + each.mixers + each.after)
+
+    @property
+    def segments(self) -> tuple[LayerProgram, ...]:
+        """Programs of one mixer, or of one part of a mixer, each."""
+        return (self,) if self.earlier is None else (self.earlier, self)
 
 
 def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
@@ -84,7 +92,7 @@ def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
     builder = _StreamBuilder(spec, norm, spec.streams) if spec.streams is not None else _Builder(spec, norm)
     builder.build()
     before, mixers, after = map(tuple, builder.parts)
-    return LayerProgram(before, mixers, after, tuple(builder.reads), tuple(builder.mixed))
+    return LayerProgram(before, mixers, after, tuple(builder.reads), tuple(builder.mixed), builder.earlier)
 
 
 class _Builder:
@@ -95,6 +103,7 @@ class _Builder:
         self.parts: tuple[list[Op], list[Op], list[Op]] = ([], [], [])
         self.reads: list[Kept] = []
         self.mixed: list[Kept] = []
+        self.earlier: LayerProgram | None = None
         self._norms = norms_of(spec)
         self._ops = self.parts[0]
 
@@ -199,9 +208,10 @@ class _Builder:
         """Run the mixers, and what stands between them and the residual stream."""
         if isinstance(mixer, AttentionSpec):
             self._queries(mixer)
+        x = "in" if isinstance(mixer, AttentionSpec) else self._second_part(mixer)
         second, self._ops = self.spec.mixer_beside, self.parts[1]
         if isinstance(mixer, RecurrentSpec):
-            self._put(Mix("in", "a", mixer))
+            self._put(Mix(x, "a", mixer))
             self.mixed.append(Kept("a", (mixer.out_size,)))
         else:
             latent = mixer.latent
@@ -218,6 +228,30 @@ class _Builder:
         if second is not None:
             self._beside_output(second)
         return self._put(AllReduce("y"))
+
+    def _second_part(self, mixer: RecurrentSpec) -> str:
+        """What the mixer reads, or its second part: then the first is a program of its own."""
+        if (inner := mixer.inner) is None:
+            return "in"
+        given = Kept("c", (mixer.channels,))
+        first = Mix("in", given.name, mixer, is_first=True)
+        self.earlier = LayerProgram(tuple(self.parts[0]), (first,), (), tuple(self.reads), (given,))
+        self.parts = [], [], []
+        self._ops = self.parts[0]
+        low = self._gemm(Group.SCAN_IN, given.name, "low")
+        self._put(AllReduce(low))
+        ends = [*accumulate((inner.rank, inner.state, inner.state), initial=0)]
+        parts: list[Read] = []
+        for name, begin, end in zip(("dt", "b", "c"), ends, ends[1:], strict=False):
+            part: Read = View(low, begin, end, copied=name == "dt")
+            if inner.norm is not None:
+                part = self._put(Norm(View(low, begin, end), f"{name}n", f"{name}_norm", inner.norm))
+            parts.append(part)
+        steps = self._gemm(Group.DECAY_UP, parts[0], "de")
+        gates = View("in", mixer.channels)
+        self._put(Concat((given.name, steps, *parts[1:], gates), "sc"))
+        self.reads = [Kept("sc", (mixer.channels + 2 * inner.state + mixer.in_size,))]
+        return "sc"
 
     def _beside_output(self, second: MixerBeside) -> None:
         """Add the output of the mixer beside attention."""

@@ -58,6 +58,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
     if (recurrent := config.recurrent) is not None:
         inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
+        inner += [] if recurrent.inner is None else [recurrent.inner.rank]
     if reason := native_library.why_unavailable(dtype):
         return reason
     heads = [mixer.head_dim for mixer in config.attention_shapes]

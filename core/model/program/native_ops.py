@@ -147,7 +147,7 @@ class _Lowering:
         if isinstance(op, Attend | LatentAttend):
             return op.attention.num_heads * op.attention.attended_dim
         if isinstance(op, Mix):
-            return op.mixer.out_size
+            return op.out_size
         if isinstance(op, Concat):
             return sum(columns_of(part, own[name_of(part)])[1] for part in op.parts)
         read = op.reads[0]
@@ -378,9 +378,12 @@ class _Lowering:
 
     def _mix(self, at: int, op: Mix) -> None:
         (out,) = self._buffers.writes[at].values()
-        self._rounded[out] = Held(out, "Rounded")
+        held = Held(out)
+        if not op.is_first:
+            self._rounded[out] = held = Held(out, "Rounded")
         x, _, _ = self._read(at, op.x)
-        self._emit("Mix", x=x, out=self._rounded[out], state_layer=lambda at: at.state_layer, weights=_mixer_weights)
+        own = {"is_first": 1} if op.is_first else {}
+        self._emit("Mix", x=x, out=held, state_layer=lambda at: at.state_layer, weights=_mixer_weights, **own)
 
     def _concat(self, at: int, op: Concat) -> None:
         out, reads = self._out(self._buffers.writes[at][op.out]), [self._read(at, part) for part in op.parts]

@@ -213,7 +213,7 @@ class GateOutput(Op):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Op):
-    """A recurrent mixer; the sequences' states go on."""
+    """A recurrent mixer, or one of its two parts; the sequences' states go on."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -223,6 +223,14 @@ class Mix(Op):
     out: str
     mixer: RecurrentSpec
     weights: str = "recurrent"
+
+    is_first: bool = False
+    """It is the first part of a mixer of two: see `RecurrentSpec.inner`."""
+
+    @property
+    def out_size(self) -> int:
+        """Width of what it gives."""
+        return self.mixer.channels if self.is_first else self.mixer.out_size
 
 
 @dataclass(frozen=True, slots=True)

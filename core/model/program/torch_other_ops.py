@@ -32,14 +32,15 @@ def gate_output(op: GateOutput, _: OpContext) -> Run:
 
 
 def mix(op: Mix, at: OpContext) -> Run:
-    read, index, kept, model = reader(op.x), at.index, Kept(op.out, (op.mixer.out_size,)), at.model
+    read, index, kept, model = reader(op.x), at.index, Kept(op.out, (op.out_size,)), at.model
 
     def run(step: Step) -> None:
         states = step.states
         if states is None:
             raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
+        weights = at.weights[op.weights]
         with span("recurrent.run"):
-            y = states.mix(index, read(step.names), at.weights[op.weights], model.ranks)
+            y = states.mix(index, read(step.names), weights.first if op.is_first else weights, model.ranks)
         out = step.kept.get(kept)
         step.names[op.out] = y if out is None else out.copy_(y)
 

@@ -70,6 +70,10 @@ class TorchProgram:
     ) -> None:
         """weights: of all layers, and behind them those of the model's ends."""
         self.programs, self._end_programs, self._layers, self.model = programs, ends, weights, model
+        self.segments = [each for program in programs for each in program.segments]
+        """Of all layers, the programs of one mixer, or of one part of a mixer, each."""
+        self.layer_of = [index for index, program in enumerate(programs) for _ in program.segments]
+        """The layer of each segment."""
         self.bind()
 
     def bind(self) -> None:
@@ -82,10 +86,10 @@ class TorchProgram:
             self._bound(index, ops, live) for index, (ops, live) in enumerate(zip(self._whole, behind, strict=True))
         ]
         self.mixers = [
-            self._bound(index, program.mixers, {kept.name for kept in program.mixed})
-            for index, program in enumerate(programs)
+            self._bound(layer, segment.mixers, {kept.name for kept in segment.mixed})
+            for layer, segment in zip(self.layer_of, self.segments, strict=True)
         ]
-        self.pieces = [self._piece(index) for index in range(len(programs) + 1)]
+        self.pieces = [self._piece(index) for index in range(len(self.segments) + 1)]
         self.ends = self._bound_ends(last)
 
     def _bound_ends(self, pending: Add | None) -> Ends:
@@ -110,16 +114,18 @@ class TorchProgram:
         )
 
     def _piece(self, index: int) -> Piece:
-        first: list[Op] = [] if not index else fused(self.programs[index - 1].after)
-        second: list[Op] = [] if index == len(self.programs) else fused(self.programs[index].before)
-        kept = {each.name for each in self.programs[index].reads} if second else set[str]()
+        """The ops between the mixers of a segment and those of the next one."""
+        around = (None, *self.segments, None)
+        last, following = around[index], around[index + 1]
+        first: list[Op] = [] if last is None else fused(last.after)
+        second: list[Op] = [] if following is None else fused(following.before)
+        leaves = following.reads if following is not None and second else ()
+        kept = {each.name for each in leaves}
         if first and second and isinstance(first[-1], Add):
             second = fused([first.pop(), *second])
-        runs = self._bound(index - 1, first, kept | _reads(second)) + self._bound(index, second, kept)
-        last = self.programs[index - 1] if index else None
-        needed = _reads(first)
-        reads = () if last is None else tuple(each for each in (*last.mixed, *last.reads) if each.name in needed)
-        return Piece(runs, reads, self.programs[index].reads if second else ())
+        before, behind = self.layer_of[max(0, index - 1)], self.layer_of[min(index, len(self.segments) - 1)]
+        runs = self._bound(before, first, kept | _reads(second)) + self._bound(behind, second, kept)
+        return Piece(runs, _left_for([*first, *second], last), leaves)
 
     def _bound(self, index: int, ops: Sequence[Op], live: set[str]) -> Runs:
         """live: what is read behind them."""
@@ -139,8 +145,8 @@ class TorchProgram:
 
     def kept(self) -> tuple[set[Kept], tuple[Kept, ...]]:
         """All that pieces hand over to mixers, and all that those hand over to pieces."""
-        reads = {each for program in self.programs for each in program.reads}
-        mixed = {each for program in self.programs for each in program.mixed}
+        reads = {each for segment in self.segments for each in segment.reads}
+        mixed = {each for segment in self.segments for each in segment.mixed}
         return reads | mixed, tuple(mixed)
 
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
@@ -177,6 +183,12 @@ class TorchProgram:
         step = Step(batch_of_parts(backends=backends, lora=lora), layers, {_ALONE: x})
         run_ops(self._bound(index, [replace(op, x=_ALONE)], {op.out}), step)
         return step.names[op.out]
+
+
+def _left_for(ops: Sequence[Op], last: LayerProgram | None) -> tuple[Kept, ...]:
+    """What the ops read of that which a segment and its mixers leave."""
+    needed = _reads(ops)
+    return () if last is None else tuple(each for each in (*last.mixed, *last.reads) if each.name in needed)
 
 
 def _reads(ops: Sequence[Op]) -> set[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from ....memory.pages.layer_projections import (
     channel_projections,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ....memory.pages.states import StateLayout
     from ....ops.library.native_model import NativeShape
     from ....ops.mixers.recurrent import RecurrentWeights
+    from .norms import NormSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,19 @@ class MixerTensor:
     sections: tuple[tuple[int, int], ...] = ()
     """Widths of parts of its first dimension, and for each the number of equal units that TP ranks share. None: every
     rank has all of it."""
+
+
+class Inner(NamedTuple):
+    """The projections between a mixer's two parts: of x to time steps' latents, B and C, and of latents to steps."""
+
+    rank: int
+    """Width of the latents."""
+
+    state: int
+    """Width of B, and of C."""
+
+    norm: NormSpec | None
+    """Of each of the three; None: there is none."""
 
 
 class RecurrentSpec(ABC):
@@ -132,6 +146,13 @@ class RecurrentSpec(ABC):
         """Widths of the parts of the input product: its first columns, latents of the output's gates, further columns,
         and latents of decays. The mixer takes gates and decays in place of their latents. None: it takes the product
         as it is.
+        """
+        return None
+
+    @property
+    def inner(self) -> Inner | None:
+        """What stands between the two parts of a mixer; None: it is one. The first part takes the input product, the
+        second one what the first has given, steps, B, C, and the input's columns from `channels` on.
         """
         return None
 

@@ -21,6 +21,7 @@ from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, UngatedActivation
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
+from ..specs.recurrent import RecurrentSpec
 from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
 
 #: A part of a tensor: slices of its first dimensions.
@@ -43,6 +44,7 @@ MATRICES = {
     Group.LOW_RANK_UP: "low_rank_up",
     Group.DECAY_UP: "decay_up",
     Group.OUTPUT_GATE_UP: "output_gate_up",
+    Group.SCAN_IN: "scan_in",
 }
 
 #: Those which adapters may be merged into.
@@ -212,13 +214,11 @@ class _Layer:
         if spec.attention is not None and (slopes := spec.attention.slopes):
             heads = spec.attention.num_heads
             yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
-        yield from self._matrices(Group.DECAY_UP, Group.OUTPUT_GATE_UP)
+        yield from self._matrices(Group.SCAN_IN, Group.DECAY_UP, Group.OUTPUT_GATE_UP)
         yield from self._further()
         yield from self._beside()
         if spec.recurrent is not None:
-            for path, tensor in spec.recurrent.tensors.items():
-                own = SlotTensor(path, tensor.shape, tensor.sections)
-                yield Slot(f"{RECURRENT}.{path}", (own,), Keep.FLOAT32)
+            yield from _of_recurrent(spec.recurrent)
         yield from self._matrices(Group.MIXER_OUT)
         yield from self._around("attention_out_norm")
         yield from self._feed_forward()
@@ -340,6 +340,16 @@ class _Layer:
         tensors = tuple(make(each.of_expert(number)) for number in range(count) for each in own)
         first_rank = is_bias and own[0].is_row_parallel
         return Slot(f"{EXPERTS}.{name}", tensors, keep, None if is_bias else group, first_rank, count=count)
+
+
+def _of_recurrent(mixer: RecurrentSpec) -> Iterator[Slot]:
+    """A recurrent mixer's own tensors, and the norms between its two parts."""
+    for path, tensor in mixer.tensors.items():
+        yield Slot(f"{RECURRENT}.{path}", (SlotTensor(path, tensor.shape, tensor.sections),), Keep.FLOAT32)
+    if (inner := mixer.inner) is not None and inner.norm is not None:
+        made = (1.0,) if inner.norm.weightless else ()
+        for name, width in (("dt", inner.rank), ("b", inner.state), ("c", inner.state)):
+            yield Slot(f"{name}_norm", (SlotTensor(f"mamba.{name}_layernorm.weight", (width,), made=made),), Keep.NORM)
 
 
 def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:

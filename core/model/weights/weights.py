@@ -176,13 +176,14 @@ class Weights(ABC):
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
 
-    def _norm(self, name: str, of: NormSpec | None = None) -> torch.Tensor:
+    def _norm(self, name: str, of: NormSpec | None = None, width: int | None = None) -> torch.Tensor:
         """A norm's weight, in float32 where products with it are rounded once; with a bias `[2, hidden]` of both. Ones
-        where no checkpoint has it.
+        where no checkpoint has it, `width` of them, or as many as the residual stream is wide.
         """
         spec = of or self._config.norm
         if name not in self._tensors:
-            return torch.ones(self._config.hidden_size, dtype=torch.float32 if spec.wide else self._dtype)
+            width = width or self._config.hidden_size
+            return torch.ones(width, dtype=torch.float32 if spec.wide else self._dtype)
         weight = self._read(name)
         weight = weight.float() if spec.wide else weight
         weight = weight + 1 if spec.one_plus else weight
@@ -232,7 +233,7 @@ class Weights(ABC):
             case Keep.NORM if slot.factor is not None:
                 return self._read(*names, dtype=torch.float32) * slot.factor
             case Keep.NORM:
-                return self._norm(names[0])
+                return self._norm(names[0], width=tensors[0].shape[0])
             case Keep.PLAIN | Keep.FLOAT32 if any(each.made for each in tensors):
                 return self._partly_made(at, tensors)
         return self._read(*names, dtype=torch.float32 if slot.keep is Keep.FLOAT32 else None)

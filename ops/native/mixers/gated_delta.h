@@ -17,10 +17,10 @@
 namespace chorus {
 
 // A recurrent mixer.
-enum class Mixer : int32_t { kDelta, kShortConv, kMamba2, kRgLru };
+enum class Mixer : int32_t { kDelta, kShortConv, kMamba2, kRgLru, kMamba1 };
 
 // Shapes of a model's recurrent mixers. A short convolution has one head of v, of all its channels, and no state in heads;
-// for Mamba 2 see mamba2.h, for RG-LRU rg_lru.h.
+// for Mamba 2 see mamba2.h, for RG-LRU rg_lru.h, for Mamba 1 selective_scan.h.
 struct DeltaShape {
     Mixer mixer;
     int32_t k_heads, v_heads, k_dim, v_dim, conv_size;
@@ -38,6 +38,7 @@ struct DeltaShape {
     int in_size() const { return channels() + v_size() + v_heads + decays(); }
     // Of a draft's inputs: those of the convolution, then b of each head and a of each decay, or dt of each head.
     int draft_size() const {
+        if (mixer == Mixer::kMamba1) return 3 * v_size() + k_dim;
         return channels() + (mixer == Mixer::kDelta ? v_heads + decays() : mixer == Mixer::kMamba2 ? v_heads : 0);
     }
     int heads() const { return 2 * k_heads + v_heads; }  // of q, k and v
@@ -49,9 +50,9 @@ struct DeltaWeights {
     const float *dt_bias, *a_log;  // [v_heads]; dt_bias of decays of channels [v_heads · k_dim]
     const float* norm;  // [v_dim]; of Mamba 2 [v_heads · v_dim]; null: it has none
     const float* conv_bias;  // [channels], of the convolution; null: it has none
-    const float* d;  // [v_heads], of Mamba 2
+    const float* d;  // [v_heads], of Mamba 2; [v_size] of Mamba 1
     // Of RG-LRU: weights of the gates of inputs, then of decays [2, v_heads, v_dim, v_dim], their biases [2, v_heads · v_dim], and
-    // the largest rates of decay [v_heads · v_dim].
+    // the largest rates of decay [v_heads · v_dim]; of Mamba 1 the rates [k_dim, v_heads · v_dim].
     const float *gates, *gate_bias, *rates;
 };
 

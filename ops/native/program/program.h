@@ -145,6 +145,7 @@ struct KeepOp {
 struct MixOp {
     int32_t x, out;
     int32_t state_layer;  // its place among layers with a state
+    int32_t is_first;  // 1: the first of a mixer's two parts, whose result is float32
     DeltaWeights weights;
 };
 

@@ -63,6 +63,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 128,
         "n_groups": 8,
     },
+    "mamba": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+    "jamba": {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+    },
     "falcon-h1": {
         "architectures": ["FalconH1ForCausalLM"],
         "model_type": "falcon_h1",

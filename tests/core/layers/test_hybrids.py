@@ -93,7 +93,7 @@ class Runner:
             return self._in_pieces(batch) if self.piecewise else self.decoder.forward(batch)
 
     def _in_pieces(self, batch: StepBatch[Any, Any]) -> torch.Tensor:
-        decoder, count = self.decoder, len(self.decoder.layers)
+        decoder, count = self.decoder, len(self.decoder.layers_of_mixers)
         flow = decoder.new_flow(len(batch.token_ids) + 3).of(len(batch.token_ids))
         for index in range(count):
             decoder.piece(index, batch, flow)

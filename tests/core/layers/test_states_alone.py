@@ -5,16 +5,18 @@ For paths, see `paths`.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from chorus.core.model.specs.config import UnsupportedModel
+from chorus.memory.files.error import AdapterFormatError
 
 from ...kept import kept_files
-from ..tiny_families import ADAPTERS, Tiny, load_peft, save_tiny
+from ..tiny_families import ADAPTERS, Tiny, load_model, load_peft, save_family, save_tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -54,9 +56,55 @@ def test_a_hybrid_may_have_no_attention(drive, name):
     assert driver.engine.stats().num_prefix_hit_tokens >= 3 * 32
 
 
-@pytest.fixture
-def it(tiny):
-    return tiny("mamba-2")
+@cache
+def with_steps(name: str) -> Tiny:
+    """A family of Mamba 1 with adapters on time steps, too, of whose B one is zero, as training leaves it."""
+    root = kept_files(f"{name} with adapters of time steps", partial(_save_with_steps, name))
+    return Tiny(root / "model", {"untrained": root / "untrained", "other": root / "other"}, load_peft)
+
+
+def _save_with_steps(name: str, root: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save_family(name, root / "model")
+    for adapter in ("untrained", "other"):
+        torch.manual_seed(0)
+        lora = LoraConfig(target_modules=["in_proj", "x_proj", "dt_proj"], init_lora_weights=False)
+        model = get_peft_model(load_model(root / "model"), lora)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if adapter == "untrained" and "dt_proj.lora_B" in key:
+                    parameter.zero_()
+        model.save_pretrained(root / adapter)
+
+
+@pytest.mark.parametrize("name", ["mamba-1", "falcon-mamba"])
+def test_adapters_of_time_steps_are_served_if_they_are_zero(drive, name):
+    it, want = with_steps(name), {}
+    driver = drive(it, adapters={"untrained": it.adapters["untrained"]})
+    for index, adapter in enumerate((None, "untrained")):
+        prompt, want[f"{index}"] = it.case(adapter, 30, seed=index)
+        driver.add(f"{index}", adapter, prompt, max_tokens=8)
+    driver.drain()
+    assert {key: driver.answers[key].tokens for key in want} == want
+    with pytest.raises(AdapterFormatError, match="of dt_proj of layer 0, is not zero"):
+        driver.engine.store.register("other", it.adapters["other"])
+
+
+def test_adapters_of_time_steps_change_nothing_in_transformers():
+    """Training leaves B at zero: nothing depends on it."""
+    model = with_steps("mamba-1").use("untrained")
+    for _, parameter in model.named_parameters():
+        parameter.requires_grad_(True)
+    model(torch.arange(3, 20)[None], use_cache=False).logits.square().mean().backward()
+    found = {key: parameter.grad for key, parameter in model.named_parameters() if "lora_B" in key}
+    assert all(grad is None or not grad.any() for key, grad in found.items() if "dt_proj" in key)
+    assert all(grad.any() for key, grad in found.items() if "untrained" in key and "x_proj" in key)
+
+
+@pytest.fixture(params=["mamba-2", "mamba-1"])
+def it(tiny, request):
+    return tiny(request.param)
 
 
 def test_tokens_take_no_page(drive, it):

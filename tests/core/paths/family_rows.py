@@ -20,7 +20,7 @@ SUMS_OF_LATENTS = {
 }
 
 #: Mixtures of experts beside recurrent states.
-HYBRID_MIXTURES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "qwen3-next", "lara-mini")
+HYBRID_MIXTURES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "qwen3-next", "lara-mini", "jamba")
 
 #: Fields of families whose rows say more than their name.
 FIELDS: Mapping[str, Mapping[str, Any]] = {

@@ -9,9 +9,21 @@ import sys
 import pytest
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from chorus.memory.pages.layer_projections import attention_projections, dense_projections, linear_projections
+from chorus.memory.pages.layer_projections import (
+    attention_projections,
+    dense_projections,
+    linear_projections,
+    scan_projections,
+)
 from chorus.memory.pages.layout import SlabLayout
-from chorus.memory.pages.projections import Group, Projection, Projections
+from chorus.memory.pages.projections import (
+    FURTHER_GROUPS,
+    LAYER_GROUPS,
+    Group,
+    Projection,
+    Projections,
+)
+from chorus.ops.library.native_descriptors import ROW_PARALLEL
 
 from ...tables import TINY, hybrid_table
 
@@ -102,6 +114,16 @@ def test_ranks_share_units(size):
         assert (inputs, outputs) == (slice(rank * 24 // size, (rank + 1) * 24 // size), (slice(None),))
     first = [table["k_proj"].share(rank, 4)[1][0] for rank in range(4)]
     assert first == [slice(0, 8), slice(0, 8), slice(8, 16), slice(8, 16)], "two ranks have each of two heads"
+
+
+def test_the_native_library_knows_whose_inputs_ranks_share():
+    found = {group for group in (*LAYER_GROUPS, *FURTHER_GROUPS) if Projection("a.b", group, 8, 8, 8).is_row_parallel}
+    assert found == set(ROW_PARALLEL)
+
+
+def test_ranks_add_up_what_is_wider_than_the_residual_stream():
+    layer = scan_projections(hidden=16, size=32, rank=4, state=20, blocks=2)
+    assert Projections((layer,)).summed == {16, 44}
 
 
 def test_an_adapter_on_everything_is_a_part_for_each_set_of_layers():

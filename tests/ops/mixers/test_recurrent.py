@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from chorus.ops.mixers.mamba2 import MambaWeights
-from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights
-from chorus.ops.mixers.rg_lru import RgLruWeights, scanned
+from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights, scanned
+from chorus.ops.mixers.rg_lru import RgLruWeights
 from chorus.ops.mixers.short_conv import ShortConvWeights
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]

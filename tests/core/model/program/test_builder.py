@@ -49,9 +49,12 @@ def test_buffers_are_written_before_they_are_read(family):
 @every_family
 def test_what_lives_across_the_mixers_is_kept(family):
     """A buffer of the first part that is read behind it, before another op writes that name, and no other."""
-    for program in programs_of(family):
+    pairs = [
+        (each, whole.segments[at + 1 :]) for whole in programs_of(family) for at, each in enumerate(whole.segments)
+    ]
+    for program, later in pairs:
         behind, rewritten = set[str](), set[str]()
-        for op in (*program.mixers, *program.after):
+        for op in (*program.mixers, *program.after, *(op for each in later for op in each.before)):
             behind |= {name_of(read) for read in op.reads} - rewritten - LASTING
             rewritten |= set(op.writes)
         assert {kept.name for kept in program.reads} == behind & writes_of(program.before)

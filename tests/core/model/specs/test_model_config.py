@@ -686,7 +686,6 @@ WRONG = [
     ),
     ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM is not supported; supported: LlamaForCausalLM, Mistral"),
     ({"architectures": ["DeepseekOcr2ForConditionalGeneration"]}, "is not supported: adapters on its embeddings gave"),
-    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),

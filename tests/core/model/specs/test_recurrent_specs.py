@@ -9,8 +9,10 @@ import torch
 
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.specs.norms import NormSpec
 from chorus.core.model.specs.recurrent import MambaSpec, ShortConvSpec
 from chorus.core.model.specs.rg_lru import RgLruSpec
+from chorus.core.model.specs.selective_scan import SelectiveScanSpec
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.tensor_parts import parts_of, sources, tensor_shapes
@@ -92,6 +94,57 @@ RECURRENT_GEMMA_2B = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
     "vocab_size": 256000,
+}
+FALCON_MAMBA_7B = {
+    "architectures": ["FalconMambaForCausalLM"],
+    "bos_token_id": 0,
+    "conv_kernel": 4,
+    "eos_token_id": 11,
+    "expand": 16,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "layer_norm_epsilon": 1e-05,
+    "mixer_rms_eps": 1e-06,
+    "model_type": "falcon_mamba",
+    "num_hidden_layers": 64,
+    "residual_in_fp32": True,
+    "state_size": 16,
+    "tie_word_embeddings": False,
+    "time_step_rank": 256,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 65024,
+}
+JAMBA = {
+    "architectures": ["JambaForCausalLM"],
+    "attn_layer_offset": 4,
+    "attn_layer_period": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 256,
+    "mamba_expand": 2,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "model_type": "jamba",
+    "num_attention_heads": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 65536,
 }
 ATTENTION_OF_GRANITE = (5, 15, 25, 35)
 GRANITE_4_H_TINY = {
@@ -291,6 +344,28 @@ def test_mamba_2_as_it_is_published(read):
     assert Shard(0, 2).config(config).recurrent == MambaSpec(64, 64, 4, 128, eps=1e-5)
 
 
+def test_mamba_1_as_it_is_published(read):
+    config = read(FALCON_MAMBA_7B)
+    inner = NormSpec(1e-6, wide=True, weightless=True)
+    assert {layer.mixer for layer in config.layers} == {SelectiveScanSpec(8192, 16, 256, norm=inner)}
+    assert kept_bytes(config, 2) == pytest.approx(2 * 7.27e9, rel=0.01), "of the model card"
+
+
+def test_jamba_as_it_is_published(read):
+    config = read(JAMBA)
+    kinds = [(layer.recurrent, layer.attention, layer.experts) for layer in config.layers]
+    assert [sum(each is not None for each in kind) for kind in zip(*kinds, strict=True)] == [28, 4, 16]
+    assert config.recurrent == SelectiveScanSpec(8192, 16, 256, norm=config.norm)
+    assert config.attention.rope is None
+    assert kept_bytes(config, 2) == pytest.approx(2 * 51.6e9, rel=0.01), "of the model card"
+    share = Shard(1, 8).config(config)
+    assert share.recurrent.recurrent_shape == (16, 16, 64)
+    assert parts_of(config)["model.layers.0.mamba.A_log"].share(1, 8) == ((slice(1024, 2048),),)
+    assert parts_of(config)["model.layers.0.mamba.x_proj.weight"].share(1, 8) == ((slice(None), slice(1024, 2048)),)
+    blocks = "the number of Mamba's blocks of 64 channels, 128,"
+    assert (config.recurrent.why_not(8), config.recurrent.why_not(3)) == (None, blocks)
+
+
 def test_recurrent_gemma_as_it_is_published(read):
     config = read(RECURRENT_GEMMA_2B)
     kinds = [(layer.recurrent, layer.attention) for layer in config.layers]
@@ -329,6 +404,8 @@ def test_a_hybrid_may_have_no_attention(read, raw, changes):
         (GRANITE_4_H_TINY, {"hidden_act": "gelu_pytorch_tanh"}, "Mamba layers are supported with silu alone"),
         (GRANITE_4_H_TINY, {"layer_types": ["conv"] * 40}, "conv is not supported; supported: attention, full_"),
         (GRANITE_4_H_TINY, {"layer_types": ["mamba"]}, "1 types for num_hidden_layers, 40"),
+        (FALCON_MAMBA_7B, {"time_step_rank": 0}, "time_step_rank is 0: a whole number of at least 1 is needed"),
+        (JAMBA, {"attn_layer_offset": 8}, "attn_layer_offset is 8: it must be less than attn_layer_period, 8"),
         (RECURRENT_GEMMA_2B, {"hidden_activation": "silu"}, "supported: gelu_pytorch_tanh"),
         (
             RECURRENT_GEMMA_2B,

@@ -1,0 +1,95 @@
+"""Jamba: layers of Mamba 1, with a few of attention without positions; every second one has a mixture of experts.
+
+Tests: tests/core/layers/test_hybrid_paths.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.feed_forward import Routing
+from ..specs.layers import LayerSpec
+from ..specs.selective_scan import SelectiveScanSpec
+from ..specs.tensor_names import TensorNames
+from . import reading
+from .mamba import check_time_steps
+from .mamba_1 import STEPS_NOTE, time_step_rank
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    check_time_steps(fields)
+    heads, norm = reading.heads(fields), reading.rms_norm(fields)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None)
+    mamba = SelectiveScanSpec(
+        fields.integer("mamba_expand") * fields.integer("hidden_size"),
+        fields.integer("mamba_d_state"),
+        time_step_rank(fields, "mamba_dt_rank"),
+        conv_size=fields.integer("mamba_d_conv", least=2),
+        conv_bias=fields.boolean("mamba_conv_bias"),
+        bias=fields.boolean("mamba_proj_bias"),
+        norm=norm,
+    )
+    dense = mixture = reading.gated(fields)
+    if fields.integer("num_experts") > 1:
+        mixture = reading.experts(fields, Routing(1), size="intermediate_size")
+    layers = [
+        LayerSpec(
+            attention if _is_one(fields, "attn_layer", index) else mamba,
+            mixture if _is_one(fields, "expert_layer", index) else dense,
+        )
+        for index in range(fields.integer("num_hidden_layers"))
+    ]
+    return reading.dense(fields, layers, norm)
+
+
+def _is_one(fields: ConfigJson, kind: str, index: int) -> bool:
+    """True for every so many layers, from one of the first on."""
+    period, first = fields.integer(f"{kind}_period"), fields.integer(f"{kind}_offset", least=0)
+    if first >= period:
+        raise fields.refuse(f"{kind}_offset", f"it must be less than {kind}_period, {period}")
+    return index % period == first
+
+
+JAMBA = Family(
+    "Jamba",
+    ("JambaForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "tie_word_embeddings": False,
+    },
+    TensorNames(
+        norm="final_layernorm",
+        names={
+            "attention_norm": "input_layernorm",
+            "mlp_norm": "pre_ff_layernorm",
+            **{f"mlp.{each}_proj": f"feed_forward.{each}_proj" for each in ("gate", "up", "down")},
+            "mlp.gate": "feed_forward.router",
+            **{
+                f"mlp.experts.{{}}.{each}_proj": f"feed_forward.experts.{{}}.{each}_proj"
+                for each in ("gate", "up", "down")
+            },
+        },
+        stacked_experts={
+            "feed_forward.experts.gate_up_proj": ("gate_proj", "up_proj"),
+            "feed_forward.experts.down_proj": ("down_proj",),
+        },
+    ),
+    notes=STEPS_NOTE,
+    nulls=("num_key_value_heads",),
+)

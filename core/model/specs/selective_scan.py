@@ -1,0 +1,134 @@
+"""The specification of Mamba 1.
+
+Tests: tests/core/model/specs/test_recurrent_specs.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar
+
+from ....memory.pages.layer_projections import scan_projections
+from ....memory.pages.projections import Projection
+from .norms import NormSpec
+from .recurrent import Inner, MixerTensor, RecurrentSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from ....ops.library.native_model import NativeShape
+    from ....ops.mixers.recurrent import RecurrentWeights
+
+#: The most channels of a block, of which a state has a part each.
+_MOST_CHANNELS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScanSpec(RecurrentSpec):
+    """Mamba 1 (arXiv 2312.00752); see `ops.mixers.selective_scan`."""
+
+    title: ClassVar[str] = "Mamba 1"
+
+    size: int
+    """Channels: of x, and of the gate z."""
+
+    state_size: int
+    """Width of B and C."""
+
+    rank: int
+    """Width of what time steps are made of."""
+
+    conv_size: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    """The projections to x and z, and from the output, have biases."""
+
+    norm: NormSpec | None = None
+    """Of what time steps are made of, of B and of C; None: there is none."""
+
+    head_dim: int = 0
+    """Channels of a block; 0: as many as `size` allows."""
+
+    @property
+    def block(self) -> int:
+        """Channels of a block."""
+        return self.head_dim or gcd(self.size, _MOST_CHANNELS)
+
+    @property
+    def channels(self) -> int:
+        """See `RecurrentSpec.channels`."""
+        return self.size
+
+    @property
+    def in_size(self) -> int:
+        """Width of the input product: x, then z."""
+        return 2 * self.size
+
+    @property
+    def inner(self) -> Inner:
+        """See `RecurrentSpec.inner`."""
+        return Inner(self.rank, self.state_size, self.norm)
+
+    @property
+    def out_size(self) -> int:
+        """See `RecurrentSpec.out_size`."""
+        return self.size
+
+    @property
+    def draft_size(self) -> int:
+        """Width of the convolution's inputs, then of x, dt and B."""
+        return 3 * self.size + self.state_size
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        """See `RecurrentSpec.recurrent_shape`; heads are blocks of channels."""
+        return self.size // self.block, self.state_size, self.block
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """See `RecurrentSpec.biased`."""
+        return (*(("mamba.in_proj", "mamba.out_proj") if self.bias else ()), "mamba.dt_proj")
+
+    @property
+    def tensors(self) -> Mapping[str, MixerTensor]:
+        """See `RecurrentSpec.tensors`."""
+        each = ((self.size, self.size // self.block),)
+        found = {"mamba.conv1d.weight": MixerTensor((self.size, 1, self.conv_size), each)}
+        if self.conv_bias:
+            found["mamba.conv1d.bias"] = MixerTensor((self.size,), each)
+        rates = MixerTensor((self.size, self.state_size), each)
+        return {**found, "mamba.A_log": rates, "mamba.D": MixerTensor((self.size,), each)}
+
+    def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
+        """See `RecurrentSpec.weights`."""
+        from ....ops.mixers.selective_scan import ScanInputs, SelectiveScanWeights  # needs torch
+
+        taps = tensors["mamba.conv1d.weight"].squeeze(1).T.contiguous()
+        first = ScanInputs(taps, tensors.get("mamba.conv1d.bias"))
+        return SelectiveScanWeights(first, tensors["mamba.A_log"].exp().T.contiguous(), tensors["mamba.D"])
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return scan_projections(hidden, self.size, self.rank, self.state_size, self.size // self.block)
+
+    def share(self, size: int) -> SelectiveScanSpec:
+        """One of `size` ranks' share."""
+        return replace(self, size=self.size // size, head_dim=self.block)
+
+    def why_not(self, size: int) -> str | None:
+        """See `RecurrentSpec.why_not`."""
+        blocks = self.size // self.block
+        return f"the number of Mamba's blocks of {self.block} channels, {blocks}," if blocks % size else None
+
+    def native_shape(self) -> NativeShape:
+        """Heads of v are blocks of channels."""
+        from ....ops.library.native_model import NativeMixer, NativeShape
+
+        blocks, state, block = self.recurrent_shape
+        return NativeShape(NativeMixer.MAMBA1, 0, blocks, state, block, self.conv_size, 0.0)
+
+    def described(self) -> str:
+        """See `RecurrentSpec.described`."""
+        return f"{self.title}, with {self.size} channels by {self.state_size}, and time steps of rank {self.rank}"
