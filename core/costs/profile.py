@@ -188,10 +188,13 @@ class Geometry(_Strict):
 
     @property
     def _kv_shapes(self) -> tuple[KvShape, ...]:
-        """Of each layer with KV, by its projection to keys, or to their latents."""
-        every = (each for layer in self.projections.layers for each in layer)
-        keys = (each for each in every if each.path.endswith((".k_proj", ".kv_a_proj_with_mqa")))
-        return tuple(KvShape(each.units, each.outputs // each.units) for each in keys)
+        """Of each layer with KV, by its projection to keys, or to their latents, and to an indexer's keys."""
+        found: list[KvShape] = []
+        for layer in self.projections.layers:
+            index = sum(each.outputs for each in layer if each.path.endswith(".indexer.wk"))
+            keys = (each for each in layer if each.path.endswith((".k_proj", ".kv_a_proj_with_mqa")))
+            found += [KvShape(each.units, each.outputs // each.units + index) for each in keys]
+        return tuple(found)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by

@@ -293,8 +293,8 @@ class ModelExecutor(ExecutorBase):
         try:
             return PageLayout(
                 num_layers=len(model.kv_layers),
-                kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
+                kv_heads=model.kv_shape.heads,
+                head_dim=model.kv_shape.head_dim,
                 block_tokens=block_tokens,
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,

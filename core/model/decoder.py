@@ -68,7 +68,9 @@ class Flow:
     """Those which mixers write."""
 
     lasting: tuple[Kept, ...]
-    """Those which outlive layers: several streams of the residual, and further inputs of all layers."""
+    """Those which outlive layers: several streams of the residual, further inputs of all layers, and what an indexer
+    chose.
+    """
 
     @property
     def names(self) -> dict[str, torch.Tensor]:
@@ -273,7 +275,7 @@ class DecoderModel:
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixers, as many as it has, or a part of one, between two pieces."""
-        names = {each.name: flow.kept[each] for each in self._program.segments[index].reads}
+        names = {each.name: flow.kept[each] for each in (*flow.lasting, *self._program.segments[index].reads)}
         run_ops(self._program.mixers[index], self._step(batch, names, states, flow.kept))
 
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
@@ -290,7 +292,8 @@ class DecoderModel:
         mixed = tuple({each for segment in segments for each in segment.mixed})
         lasting = lasting_buffers(self.config)
         every = {each for segment in segments for each in segment.reads}.union(mixed, lasting)
-        kept = {each: torch.zeros(tokens, *each.shape, dtype=dtype, device=device) for each in every}
+        dtypes = {each: torch.int32 if each.is_index else dtype for each in every}
+        kept = {each: torch.zeros(tokens, *each.shape, dtype=own, device=device) for each, own in dtypes.items()}
         return Flow(self.new_rows(tokens), kept, mixed, lasting)
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:

@@ -66,6 +66,12 @@ _LATENTS = {
     "attn_kv_b": "self_attn.kv_b_proj",
 }
 
+_INDEXER = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+
 _CONVOLUTION = {"shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj"}
 
 _GATE_AND_UP = {"ffn_up": "mlp.gate_up_proj"}
@@ -95,6 +101,7 @@ _ARCHITECTURES: dict[str, dict[str, str]] = {
     **dict.fromkeys(_WITH_EXPERTS, _EXPERTS),
     **dict.fromkeys(("chatglm", "glm4", "phi3"), _GATE_AND_UP),
     "deepseek2": _EXPERTS | _LATENTS,
+    "glm-dsa": _EXPERTS | _LATENTS | _INDEXER,
     "gptneox": {},
     "lfm2": _CONVOLUTION,
     "lfm2moe": _EXPERTS | _CONVOLUTION,

@@ -60,6 +60,18 @@ def latent_projections(
     )
 
 
+def indexer_projections(hidden: int, q_rank: int, heads: int, key: int) -> tuple[Projection, ...]:
+    """Those of the indexer of sparse attention, next to `latent_projections`. q_rank: width of the queries' latents;
+    key: elements of each of its heads' queries, and of the key that they share. Every TP rank has it whole, so that all
+    choose the same tokens.
+    """
+    return (
+        Projection("self_attn.indexer.wq_b", Group.QUERY_UP, q_rank, heads * key, 1),
+        Projection("self_attn.indexer.wk", Group.MIXER_IN, hidden, key, 1),
+        Projection("self_attn.indexer.weights_proj", Group.MIXER_IN, hidden, heads, 1),
+    )
+
+
 def linear_projections(
     hidden: int, key: int, value: int, k_heads: int, v_heads: int, *, parted: bool = False
 ) -> tuple[Projection, ...]:

@@ -54,7 +54,7 @@ class Group(IntEnum):
     EXPERT_DOWN = 13
 
     QUERY_UP = 14
-    """Of latent attention: the queries, from their latents."""
+    """Of latent attention: the queries, from their latents, and those of an indexer."""
 
     KV_UP = 15
     """Of latent attention: each head's key and value, from their latents."""
@@ -193,10 +193,10 @@ class Projection:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same, of what
-        makes the latents or the one key that all heads have, and of what is small.
+        """True if every TP rank has all of it: of what chooses among experts or tokens, so that all choose the same, of
+        what makes the latents or the one key that all heads have, and of what is small.
         """
-        is_common = self.group is Group.MIXER_IN and self.units == 1
+        is_common = self.group in (Group.MIXER_IN, Group.QUERY_UP) and self.units == 1
         return is_common or self.group in _REPLICATED or self.is_rows
 
     @property

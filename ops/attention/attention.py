@@ -46,6 +46,9 @@ class Scores:
     (ALiBi, arXiv 2108.12409).
     """
 
+    top_k: int | None = None
+    """Keys that a query attends to, of those that it sees, as `Attention.choose` gives them; None: all."""
+
 
 #: Scores that are made at once where attention makes them, which soft caps, sinks, slopes and latents ask for: in
 #: float32 256 MiB.
@@ -190,6 +193,8 @@ class Attention(ABC):
     """Whether it serves layers with slopes."""
     takes_blocks = False
     """Whether it serves steps with blocks."""
+    takes_chosen = False
+    """Whether it serves layers whose queries attend to chosen tokens alone."""
 
     def plan(
         self,
@@ -246,20 +251,46 @@ class Attention(ABC):
         heads: LatentHeads,
         out: torch.Tensor | None = None,
         scores: Scores = PLAIN,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with one layer's latents.
 
         q: `[tokens, heads, key + rotated]`; cache: `[num_pages, block_tokens, 1, kv_rank + rotated]`. out: `[tokens,
-        heads, value]`, to write to. Returns `[tokens, heads · value]`.
+        heads, value]`, to write to. chosen: of `choose`, where queries attend to chosen tokens alone. Returns `[tokens,
+        heads · value]`.
         """
+        if chosen is not None and not self.takes_chosen:
+            raise NotImplementedError(f"{type(self).__name__} has no attention to chosen tokens; use attention torch")
         out = q.new_empty(*q.shape[:2], heads.value_dim) if out is None else out
-        self._attend_latents(q, cache, heads, out, scores)
+        self._attend_latents(q, cache, heads, out, scores, chosen)
         return out.view(len(q), -1)
 
+    def choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+        top_k: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The places in its row of the tokens that an indexer chooses for each query, rising: `[tokens, top_k]` int32,
+        in `out` if that is given. Places of a row of at most `top_k` tokens are not written: queries attend to all.
+
+        q: `[tokens, heads, key]`; weights: `[tokens, heads]`; cache: the indexer's keys, `[num_pages, block_tokens, 1,
+        key]`. See `indexer.chosen_places`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no indexer; use attention torch")
+
     def _attend_latents(
-        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        heads: LatentHeads,
+        out: torch.Tensor,
+        scores: Scores,
+        chosen: torch.Tensor | None,
     ) -> None:
-        """Write to `out`: attention over the latents themselves."""
+        """Write to `out`: attention over the latents themselves. chosen: None unless the class takes them."""
         rows = heads.absorb(q)
         found = rows.new_empty(*rows.shape[:2], heads.kv_rank)
         self._attend(rows, KvCache(cache, cache), found, scores, HeadTerms())

@@ -230,6 +230,8 @@ def triton_obstacle(
         return Obstacle("the decode kernel reads a KV cache in FP8 for bfloat16 and float16, the model is in float32")
     if any(each.has_slopes for each in scores):
         return Obstacle("the decode kernel has no slopes of ALiBi, and the model has them")
+    if any(each.top_k is not None for each in scores):
+        return Obstacle("the decode kernel has no attention to tokens that an indexer chooses, and the model has it")
     if not 16 <= head_dim <= largest_head(dtype.itemsize):
         sizes = f"16 to {largest_head(dtype.itemsize)} elements in {str(dtype).removeprefix('torch.')}"
         return Obstacle(f"the decode kernel supports heads of {sizes}, the model's have {head_dim}")

@@ -361,7 +361,13 @@ class TritonRaggedAttention(Attention):
             self._backend.run(q[split:], cache, out[split:], scores, terms.sinks)
 
     def _attend_latents(
-        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        heads: LatentHeads,
+        out: torch.Tensor,
+        scores: Scores,
+        chosen: torch.Tensor | None,
     ) -> None:
         split = self._prefill_tokens
         if split:

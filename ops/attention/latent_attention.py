@@ -10,6 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from . import attention
 from .attention import PagedAttention, Prefill, Scores
+from .indexer import chosen_places, seen_and_chosen
 from .latents import LatentHeads
 
 
@@ -17,47 +18,110 @@ class LatentAttention(PagedAttention):
     """Has keys and values made for chunks of many tokens; all other rows attend over latents themselves."""
 
     takes_blocks = False
+    takes_chosen = True
+
+    def choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+        top_k: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = q.new_empty(len(q), top_k, dtype=torch.int32) if out is None else out
+        for prefill in self._prefills:
+            if prefill.kv_len > top_k:
+                own, keys = prefill.tokens, self._gather(cache, prefill.pages, prefill.kv_len)[0]
+                found = chosen_places(q[own][None], weights[own][None], keys, prefill.visible[None], top_k)
+                out[own, :top_k] = found[0].int()
+        if (count := len(self._decode_pages)) and self._decode_places > top_k:
+            own, keys = slice(self._first_decode_token, None), self._gather_decode(cache, q.dtype)
+            keys, seen = keys.view(count, -1, cache.shape[-1]), self._decode_mask(None)[:, 0]
+            out[own, :top_k] = chosen_places(q[own, None], weights[own, None], keys, seen, top_k)[:, 0].int()
+        return out
 
     def _attend_latents(
-        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        heads: LatentHeads,
+        out: torch.Tensor,
+        scores: Scores,
+        chosen: torch.Tensor | None,
     ) -> None:
-        scale = self._head_dim**-0.5 if scores.scale is None else scores.scale
+        scale, top_k = self._head_dim**-0.5 if scores.scale is None else scores.scale, scores.top_k
         for prefill in self._prefills:
             own = q[prefill.tokens]
             kept = self._gather(cache, prefill.pages, prefill.kv_len).to(q.dtype)
             broken = self._broken(kept, kept)
             kept = kept if broken is None else kept.masked_fill(broken, 0)
             attend = self._made if len(own) >= heads.break_even else self._absorbed
-            found = out[prefill.tokens]
-            attend(own, kept, prefill, heads, scale, found)
+            found, seen = out[prefill.tokens], None
+            if chosen is not None and top_k is not None and prefill.kv_len > top_k:
+                seen = seen_and_chosen(prefill.visible, chosen[prefill.tokens, :top_k])
+            attend(own, kept, prefill, heads, scale, found, seen)
             if broken is not None:
                 seen = self._who_sees(broken, found.transpose(0, 1)[None].shape, None)
                 found.masked_fill_(seen[0].transpose(0, 1), torch.nan)
         if count := len(self._decode_pages):
-            first = self._first_decode_token
-            kept = self._gather_decode(cache, q.dtype).view(count, -1, cache.shape[-1])
+            first, seen = self._first_decode_token, self._decode_mask(None)[:, 0]
+            if chosen is not None and top_k is not None and self._decode_places > top_k:
+                kept, seen = self._gather_chosen(cache, chosen[first:, :top_k].long(), q.dtype)
+            else:
+                kept = self._gather_decode(cache, q.dtype).view(count, -1, cache.shape[-1])
             rows = heads.absorb(q[first:], first)[:, :, None]
-            found = _over_latents(rows, kept, heads.kv_rank, self._decode_mask(None)[:, 0], scale)
+            found = _over_latents(rows, kept, heads.kv_rank, seen, scale)
             heads.expand(found[:, :, 0], out[first:], first)
+
+    @property
+    def _decode_places(self) -> int:
+        """Places of the longest of the decode rows' tables."""
+        return self._decode_pages.shape[1] * self._block_tokens
+
+    def _gather_chosen(
+        self, cache: torch.Tensor, places: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The decode rows' cache at chosen places `[rows, top_k]`: `[rows, top_k, elems]` in `dtype`, zero where a row
+        sees nothing, and whether it sees each of them, `[rows, 1, top_k]`.
+        """
+        seen = self._decode_mask(None)[:, 0, 0].gather(1, places)
+        pages = self._decode_pages.gather(1, places // self._block_tokens)
+        kept = cache[pages, places % self._block_tokens][:, :, 0].to(dtype)
+        return kept.masked_fill_(~seen[..., None], 0), seen[:, None]
 
     @staticmethod
     def _absorbed(
-        q: torch.Tensor, kept: torch.Tensor, prefill: Prefill, heads: LatentHeads, scale: float, out: torch.Tensor
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        prefill: Prefill,
+        heads: LatentHeads,
+        scale: float,
+        out: torch.Tensor,
+        seen: torch.Tensor | None,
     ) -> None:
-        """Write a chunk's values `[tokens, heads, value]`. kept: `[1, 1, latents, kv_rank + rotated]`."""
+        """Write a chunk's values `[tokens, heads, value]`. kept: `[1, 1, latents, kv_rank + rotated]`. seen: what its
+        tokens attend to, where that is not all that they see.
+        """
         first = prefill.tokens.start
         rows = heads.absorb(q, first).transpose(0, 1)[None]
-        found = _over_latents(rows, kept[0], heads.kv_rank, prefill.visible[None], scale)
+        seen = prefill.visible if seen is None else seen
+        found = _over_latents(rows, kept[0], heads.kv_rank, seen[None], scale)
         heads.expand(found[0].transpose(0, 1), out, first)
 
     @staticmethod
     def _made(
-        q: torch.Tensor, kept: torch.Tensor, prefill: Prefill, heads: LatentHeads, scale: float, out: torch.Tensor
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        prefill: Prefill,
+        heads: LatentHeads,
+        scale: float,
+        out: torch.Tensor,
+        seen: torch.Tensor | None,
     ) -> None:
-        """Likewise, of a chunk of many tokens."""
+        """Write the values of a chunk of many tokens; see `_absorbed`."""
         latents, key = kept[0, 0].split((heads.kv_rank, heads.rotated_dim), 1)
         width = max(q.shape[2], heads.value_dim)
-        mask = prefill.mask(attention.PLAIN)
+        mask = prefill.mask(attention.PLAIN) if seen is None else seen
         for own, keys, values in heads.made(latents.contiguous(), prefill.tokens.start):
             keys = torch.cat((keys, key.expand(len(keys), -1, -1)), dim=2)
             # kernels that make no scores want heads of one width

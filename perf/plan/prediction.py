@@ -134,7 +134,7 @@ def predicted_profile(
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
     kept_parts = 1 if model.latent else 2
-    kv_bytes = kept_parts * sum(mixer.kv_size for mixer in model.attention_layers) * (1 if float8_kv else size)
+    kv_bytes = kept_parts * sum(mixer.kv_shape.elems for mixer in model.attention_layers) * (1 if float8_kv else size)
     # of a score, and of what is attended
     pair_elems = sum(mixer.num_heads * (mixer.head_dim + mixer.attended_dim) for mixer in model.attention_layers)
     floor = (kept.projections + share * kept.experts + kept.head) / read
@@ -167,7 +167,7 @@ def predicted_profile(
             intermediate_size=model.intermediate_size,
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            head_dim=model.kv_shape.head_dim,
             vocab_size=model.vocab_size,
             max_model_len=model.max_context,
             itemsize=size,

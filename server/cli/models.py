@@ -90,7 +90,12 @@ def _seen(mixer: AttentionSpec) -> str:
 
 def _heads(mixer: AttentionSpec) -> str:
     if (latent := mixer.latent) is not None:
-        return f"{mixer.num_heads} heads over latents of {latent.kv_rank} and a rotated key of {latent.rotated_dim}"
+        own = f"{mixer.num_heads} heads over latents of {latent.kv_rank} and a rotated key of {latent.rotated_dim}"
+        if mixer.top_k is None:
+            return own
+        index = mixer.indexer
+        by = "an earlier layer" if index is None else f"an indexer of {index.heads} heads of {index.key_dim}"
+        return f"{own}, of {mixer.top_k} tokens chosen by {by}"
     return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
 
 

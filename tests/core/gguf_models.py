@@ -64,6 +64,7 @@ BESIDE = {
     "deepseek-v3": "deepseek2",
     "glm-4.7-flash": "deepseek2",
     "youtu": "deepseek2",
+    "glm-5": "glm-dsa",
     "dots-1": "dots1",
     "glm-4-moe": "glm4moe",
     "glm-4-moe-groups": "glm4moe",

@@ -154,6 +154,28 @@ def _ax(rng: random.Random) -> Fields:
     return {**found, "mlp_layer_types": _types(rng, found["num_hidden_layers"], ("dense", "sparse", "sparse"))}
 
 
+def _indexer(rng: random.Random) -> Fields:
+    found = _ax(rng)
+    return {
+        **found,
+        "index_topk": rng.choice((3, 8, 17, 60)),
+        "index_head_dim": rng.choice((8, 12, 16, 24)),
+        "index_n_heads": rng.choice((6, 9, 12)),
+        "mlp_layer_types": _types(rng, found["num_hidden_layers"], ("dense", "sparse")),
+    }
+
+
+def _glm_5(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    count = found["num_hidden_layers"] = rng.randint(1, 5)
+    schedules: list[Fields] = [
+        {"indexer_types": ["full", *_types(rng, count - 1, ("full", "shared"))]},
+        {"index_topk_pattern": "F" + "".join(_types(rng, count - 1, ("F", "S", "S")))},
+        {"index_topk_freq": rng.randint(1, 3), "index_skip_topk_offset": rng.randint(1, 3)},
+    ]
+    return {**found, **rng.choice(schedules), "mlp_layer_types": _types(rng, count, ("dense", "sparse"))}
+
+
 def _lara(rng: random.Random) -> Fields:
     found = {**_grouped(rng), **_experts(rng)}
     count = found["num_hidden_layers"] = rng.randint(2, 4)
@@ -293,6 +315,8 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "aria": _aria,
     "ax-k1": _ax,
     "mistral-4": _latent,
+    "deepseek-v3.2": _indexer,
+    "glm-5": _glm_5,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
     "mamba-1": _mamba_1,

@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 
 REFUSED = {
+    "deepseek-v3.2-dense": "indexer of sparse attention",
     "gemma-4-inputs": "further input of layers",
     "gemma-3n": "residual of several streams",
     "gemma-3n-biased": "residual of several streams",

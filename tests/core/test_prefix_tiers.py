@@ -153,6 +153,15 @@ def test_a_restarted_server_has_the_hits_and_bits_of_before(tiny, drive, tmp_pat
     assert stats.num_bad_files == stats.num_disk_failures == 0
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("kernels", ["torch"])
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
+def test_what_comes_back_has_the_keys_of_indexers(tiny, drive, tmp_path, family):
+    """From host memory and from files; PyTorch's operators alone compute these families."""
+    test_what_comes_back_from_host_memory_gives_the_bits_of_a_cold_server(tiny, drive, family, "auto")
+    test_a_restarted_server_has_the_hits_and_bits_of_before(tiny, drive, tmp_path, family)
+
+
 def patient(engine):
     """Wait for reads however slow this machine is: the virtual clock counts looks."""
     engine.disk.is_coming = lambda job: not job.has_ended

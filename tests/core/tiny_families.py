@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
@@ -79,6 +80,9 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+
+#: An indexer that chooses among the tokens of tests' prompts. With few heads, many scores would be 0, and so equal.
+INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 8}
 
 #: Families that transformers computes, and saves, by another family's class, which their checkpoints do not name.
 BY_ANOTHER = {
@@ -729,6 +733,20 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3, "pad_token_id": 0},
         "50GB",
     ),
+    "deepseek-v3.2": (
+        "DeepseekV32Config",
+        {**LATENT, **INDEXER, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
+         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True, "num_mtp_layers": 0,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "20KB",
+    ),
+    "glm-5": (
+        "GlmMoeDsaConfig",
+        {**LATENT, **INDEXER, "v_head_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_hidden_layers": 5, "index_head_dim": 24, "pad_token_id": 0,
+         "indexer_types": ["full", "shared", "full", "full", "shared"]},
+        "50GB",
+    ),
     "afmoe": (
         "AfmoeConfig",
         {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
@@ -969,6 +987,11 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "pad_token_id": 0},
         "50GB",
     ),
+    "deepseek-v3.2-dense": (
+        "DeepseekV32Config",
+        {**LATENT, **INDEXER, "index_topk": 25, "num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 3},
+        "50GB",
+    ),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "use_parallel_residual": True, "head_dim": 16}, "50GB"),
     "stablelm-before": ("StableLmConfig", {"partial_rotary_factor": 0.5, "hidden_size": 48}, "50GB"),
     "exaone-3": ("ExaoneConfig", {"num_key_value_heads": 2, "pad_token_id": 0}, "50GB"),
@@ -1042,6 +1065,7 @@ OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear
 GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+INDEXERS = ["indexer.wq_b", "indexer.wk", "indexer.weights_proj"]
 NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-1", "mamba-2", "falcon-mamba")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
@@ -1050,15 +1074,51 @@ ADAPTERS = {
     "r3-all": (
         3,
         6,
-        [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj", *UNITS, *LATENTS, *MLP],
+        [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj", *UNITS, *LATENTS, *INDEXERS, *MLP],
     ),
     "r8-qv": (
         8,
         16,
-        ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj", "v_proj@linear", "f_b_proj", "linear_x", "x_proj"],
+        [
+            *(
+                "q_proj",
+                "v_proj",
+                "in_proj_b",
+                "in_proj",
+                "kv_b_proj",
+                "v_proj@linear",
+                "f_b_proj",
+                "linear_x",
+                "x_proj",
+            ),
+            "indexer.wk",
+        ],
     ),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", "linear_out", *MLP]),
 }
+
+
+class TopKMargins(TorchFunctionMode):
+    """Notes by how much the last score that an indexer chooses leads the first that it does not."""
+
+    def __init__(self, margins: list[float]) -> None:
+        super().__init__()
+        self._margins = margins
+
+    def begin(self, *_: Any) -> None:
+        """Before the indexer runs."""
+        self.__enter__()
+
+    def end(self, *_: Any) -> None:
+        """After it ran."""
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk and (count := args[1]) < args[0].shape[-1]:
+            best = args[0].topk(count + 1, dim=-1).values
+            led = (best[..., -2] - best[..., -1])[best[..., -1].isfinite()]
+            self._margins += led.flatten().tolist()
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(eq=False)
@@ -1072,7 +1132,7 @@ class Tiny:
 
     kept: KeptAnswers = field(default_factory=KeptAnswers)
     router_margins: list[float] = field(default_factory=list)
-    """Of all choices of experts so far, empty for a model without experts."""
+    """Of all choices of experts and of an indexer so far, empty for a model without them."""
 
     @cached_property
     def reference(self) -> Any:
@@ -1083,6 +1143,10 @@ class Tiny:
         for module in reference.modules():
             if type(module).__name__.endswith(("Router", "Gate")) and not hasattr(module, "f_a_proj"):
                 module.register_forward_hook(self._note_router)
+            if type(module).__name__.endswith("Indexer"):
+                watched = TopKMargins(self.router_margins)
+                module.register_forward_pre_hook(watched.begin)
+                module.register_forward_hook(watched.end)
         return reference
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -6,8 +6,8 @@ ggml-org/llama.cpp. Names are those of the package `gguf` (`tensor_mapping.py`).
 - LlamaModel and what derives from it (Granite, Granite-MoE, Arcee, SmolLM3, Ministral), OlmoModel: the order of rows of
   q and k (`permute`);
 - Gemma, NemotronModel, Qwen3NextModel: norms, to which it adds 1, but for the norm of Gated DeltaNet;
-- DeepseekV2Model: `kv_b_proj`. Older files have it as transformers does. Newer files split it into a tensor of keys,
-  which is transposed, and one of values;
+- DeepseekV2Model and GlmMoeDsaModel: `kv_b_proj`. Older files have it as transformers does. Newer files split it into a
+  tensor of keys, which is transposed, and one of values;
 - GPTNeoXModel: `query_key_value`, whose rows it orders by part, and not by head;
 - Qwen3NextModel: `in_proj_qkvz` likewise, into two tensors, and `A_log`, which it stores as `-exp(A_log)`;
 - GraniteMoeModel: gate and up of experts and of the shared one, which it takes apart;
@@ -45,8 +45,8 @@ _ONE_PLUS = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next"}
 
 #: Architectures whose values and rows it stores as transformers has them, but for what `_MADE` says.
 _AS_THEY_ARE = {
-    "chatglm", "cohere2", "command-r", "deepseek2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "glm4",
-    "glm4moe", "gptneox", "lfm2", "lfm2moe", "olmo2", "olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen3",
+    "chatglm", "cohere2", "command-r", "deepseek2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "glm-dsa",
+    "glm4", "glm4moe", "gptneox", "lfm2", "lfm2moe", "olmo2", "olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen3",
     "qwen3moe", "seed_oss", "stablelm", "starcoder2",
 }  # fmt: skip
 
@@ -293,6 +293,7 @@ def _gate_and_up(names: _Names, name: str) -> GgufSource | None:
 #: Architectures that have some tensors made of others, or in another order.
 _MADE: dict[str, Callable[[_Names, str], GgufSource | None]] = {
     "deepseek2": _kv_up,
+    "glm-dsa": _kv_up,
     "gptneox": _qkv,
     "granitemoe": _gate_and_up,
     "qwen3next": _qkvz,

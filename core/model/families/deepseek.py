@@ -1,7 +1,8 @@
-"""DeepSeek-V2 and V3: latent attention. The first layers are dense, the others have routed and shared experts.
+"""DeepSeek-V2, V3 and V3.2: latent attention. The first layers are dense, the others have routed and shared experts.
 
 Kimi K2 and Moonlight are V3's models. Of V3 experts are chosen by sigmoids with a learned correction, as in GLM-4.5.
-A.X K1 is V3 with a norm behind the experts. DeepSeek-OCR 2 has V2's experts behind attention as of Llama.
+V3.2 attends to the tokens that an indexer chooses. A.X K1 is V3 with a norm behind the experts. DeepSeek-OCR 2 has V2's
+experts behind attention as of Llama.
 
 Tests: tests/core/test_experts.py, tests/core/layers/test_latents.py
 """
@@ -36,6 +37,14 @@ def _read_v3(fields: ConfigJson) -> ModelConfig:
     latent.check_head_dim(fields)
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
     return glm_moe.model(fields, attention)
+
+
+def _read_v32(fields: ConfigJson) -> ModelConfig:
+    if (method := fields.text("topk_method", "noaux_tc")) != "noaux_tc":
+        raise fields.refuse("topk_method", f"{method} is not supported; supported: noaux_tc")
+    _check_scoring(fields, "sigmoid")
+    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    return glm_moe.model(fields, latent.indexed(fields, interleaved=False), has_experts=has_experts)
 
 
 def _read_ax(fields: ConfigJson) -> ModelConfig:
@@ -120,6 +129,32 @@ DEEPSEEK_V3 = Family(
     glm_moe.TENSORS,
     notes=f"{_NOTE}; draft layers after the last are left out",
     nulls=("norm_topk_prob", "num_key_value_heads", "rope_interleave", "v_head_dim"),
+    shape=text_shape(129280, 7168, 18432, 61, 128),
+)
+DEEPSEEK_V32 = Family(
+    "DeepSeek-V3.2",
+    ("DeepseekV32ForCausalLM",),
+    _read_v32,
+    {
+        **latent.DEFAULTS,
+        **latent.INDEXER_DEFAULTS,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 163840,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-6,
+    },
+    glm_moe.TENSORS,
+    notes=f"{reading.INDEXER_NOTE}; draft layers after the last are left out",
     shape=text_shape(129280, 7168, 18432, 61, 128),
 )
 _NAMES_AX = replace(

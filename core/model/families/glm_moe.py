@@ -1,6 +1,8 @@
-"""GLM-4.5, 4.6 and 4.7, and GLM-4.5V: experts chosen by sigmoids with a learned correction, after a few dense layers.
+"""GLM-4.5, 4.6 and 4.7, GLM-4.5V and GLM-5: experts chosen by sigmoids with a learned correction, after a few dense
+layers.
 
-GLM-4.7-Flash has latent attention besides.
+GLM-4.7-Flash has latent attention besides; so has GLM-5, to the tokens that an indexer chooses, for several layers in
+some versions.
 
 Tests: tests/core/test_experts.py, tests/core/layers/test_latents.py
 """
@@ -43,6 +45,13 @@ def _read_lite(fields: ConfigJson) -> ModelConfig:
     has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
     return model(fields, attention, has_experts=has_experts)
+
+
+def _read_5(fields: ConfigJson) -> ModelConfig:
+    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    fields.states("indexer_rope_interleave", True)
+    mixers = latent.indexed(fields, interleaved=True, kinds=latent.indexer_kinds(fields))
+    return model(fields, mixers, has_experts=has_experts)
 
 
 def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> AttentionSpec:
@@ -148,4 +157,35 @@ GLM_4_MOE_LITE = Family(
     },
     TENSORS,
     notes=f"{reading.LATENTS_NOTE}; draft layers after the last are left out",
+)
+GLM_5 = Family(
+    "GLM-5",
+    ("GlmMoeDsaForCausalLM",),
+    _read_5,
+    {
+        **latent.DEFAULTS,
+        **latent.INDEXER_DEFAULTS,
+        "num_key_value_heads": 64,
+        "index_n_heads": 32,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+    TENSORS,
+    notes=f"{reading.INDEXER_NOTE}; draft layers after the last are left out",
+    nulls=("indexer_types", "index_topk_pattern"),
+    shape=text_shape(154880, 6144, 12288, 78, 64),
 )

@@ -1,9 +1,12 @@
-"""Readers for families with latent attention; see `LatentSpec`."""
+"""Readers for families with latent attention; see `LatentSpec`. Of some an indexer chooses tokens: `IndexerSpec`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, LatentSpec, QueryGrowth
+from ..specs.indexer import IndexerSpec
 from ..specs.rope_config import RopeConfig
 from . import reading, rotary
 
@@ -19,6 +22,22 @@ DEFAULTS = {
     "v_head_dim": 128,
     "attention_bias": False,
 }
+
+
+#: transformers' defaults of an indexer's sizes, of DeepSeek-V3.2.
+INDEXER_DEFAULTS = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+
+#: Of layers with an indexer of their own, and of those that attend to what the last one before them chose.
+FULL, SHARED = "full", "shared"
+
+#: A field with a letter, or a type, for each layer.
+_PATTERN, _LETTERS = "index_topk_pattern", {"F": FULL, "S": SHARED}
+
+#: Fields of a schedule of layers with an indexer, without `index_`, and transformers' defaults.
+_SCHEDULE = {"topk_freq": 1, "skip_topk_offset": 2}
+
+#: Names of the only type of such a layer.
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def attention(
@@ -52,6 +71,52 @@ def attention(
         query_growth=growth,
         latent=LatentSpec(q_rank, kv_rank, key_dim, rotated_dim, value_dim, _EPS),
     )
+
+
+def indexed(fields: ConfigJson, *, interleaved: bool, kinds: list[str] | None = None) -> list[AttentionSpec]:
+    """Each layer's attention, to the tokens that an indexer chooses. interleaved: how elements of the indexer are
+    paired to be rotated; those of attention are interleaved. kinds: of layers, FULL or SHARED; None: all are FULL.
+    """
+    if fields.is_null("q_lora_rank"):
+        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
+    own, count = attention(fields, interleaved=True), fields.integer("num_hidden_layers")
+    if unknown := [kind for kind in fields.texts("layer_types") if kind not in _INDEXED]:
+        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(_INDEXED)}")
+    assert own.rope is not None and own.latent is not None, "`attention` rotates latents here"
+    size = fields.integer("index_head_dim")
+    if size < own.latent.rotated_dim:
+        raise fields.refuse("index_head_dim", f"qk_rope_head_dim, {own.latent.rotated_dim}, of its elements rotate")
+    heads, rope = fields.integer("index_n_heads"), replace(own.rope, interleaved=interleaved)
+    shared = replace(own, top_k=fields.integer("index_topk"), form="shared")
+    full = replace(shared, indexer=IndexerSpec(heads, size, rope, _EPS), form="")
+    return [full if kind == FULL else shared for kind in kinds or [FULL] * count]
+
+
+def indexer_kinds(fields: ConfigJson) -> list[str]:
+    """Which layers have an indexer: by `indexer_types`, `index_topk_pattern` of letters or names, or one in every
+    `index_topk_freq` layers after the first `index_skip_topk_offset - 1`, and those themselves.
+    """
+    count = fields.integer("num_hidden_layers")
+    if fields.is_missing("indexer_types") and fields.is_missing(_PATTERN):
+        every, offset = (fields.integer(f"index_{name}", by, least=0) for name, by in _SCHEDULE.items())
+        kinds = [SHARED if max(layer - offset + 1, 0) % max(every, 1) else FULL for layer in range(count)]
+        return _checked(kinds, fields, "index_topk_freq")
+    name = _PATTERN if fields.is_missing("indexer_types") else "indexer_types"
+    is_word = name == _PATTERN and isinstance(fields.raw[name], str)
+    kinds = [_LETTERS.get(each, each) for each in fields.text(name)] if is_word else fields.texts(name)
+    return _checked(kinds, fields, name)
+
+
+def _checked(kinds: list[str], fields: ConfigJson, name: str) -> list[str]:
+    """Types of all layers, after a check. name: the field that has them."""
+    count = fields.integer("num_hidden_layers")
+    if len(kinds) != count:
+        raise fields.refuse(name, f"{len(kinds)} types for num_hidden_layers, {count}")
+    if unknown := [kind for kind in kinds if kind not in (FULL, SHARED)]:
+        raise fields.refuse(name, f"{unknown[0]} is not supported; supported: {FULL}, {SHARED}")
+    if kinds[0] == SHARED:
+        raise fields.refuse(name, f"no layer before the first one has chosen tokens; it must be {FULL}")
+    return kinds
 
 
 def check_head_dim(fields: ConfigJson) -> None:

@@ -12,11 +12,13 @@ from typing import NamedTuple
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, LatentSpec
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
 from ..specs.norms import PARALLEL, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
 from .ops import (
+    CHOSEN,
     STREAM,
     Activate,
     Add,
@@ -25,6 +27,7 @@ from .ops import (
     AllReduce,
     Attend,
     Begin,
+    Choose,
     Clip,
     Concat,
     CorrectStreams,
@@ -32,6 +35,7 @@ from .ops import (
     GateOutput,
     Gemm,
     Heads,
+    Index,
     LatentAttend,
     Latents,
     Mix,
@@ -56,6 +60,9 @@ class Kept(NamedTuple):
     name: str
     shape: tuple[int, ...]
     """The shape of one token's share."""
+
+    is_index: bool = False
+    """It holds whole numbers (int32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +193,16 @@ class _Builder:
             self.reads.append(Kept("gates", (mixer.gate_size,)))
 
     def _latents(self, mixer: AttentionSpec, latent: LatentSpec) -> None:
-        kept = View("in", -latent.kv_rank - latent.rotated_dim)
+        index = mixer.indexer
+        behind = 0 if index is None else -index.key_dim - index.heads
+        kept = View("in", behind - latent.kv_rank - latent.rotated_dim, behind or None)
         queries = View("in", 0, kept.begin)
         if latent.q_rank:
             low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
             queries = self._gemm(Group.QUERY_UP, low, "qh")
+        if index is not None:
+            self._put(_index(index, behind))
+            queries = View("qh", 0, -index.query_size)
         self._put(Latents(queries, kept, "q", mixer, latent))
 
     def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
@@ -214,8 +226,7 @@ class _Builder:
             self._put(Mix(x, "a", mixer))
             self.mixed.append(Kept("a", (mixer.out_size,)))
         else:
-            latent = mixer.latent
-            self._put(Attend("q", "a", mixer) if latent is None else LatentAttend("q", "a", mixer, latent))
+            self._put(self._attend(mixer))
             self.mixed.append(Kept("a", (mixer.num_heads, mixer.attended_dim)))
         if second is not None:
             self._put(Mix("r", "m", second.mixer))
@@ -252,6 +263,15 @@ class _Builder:
         self._put(Concat((given.name, steps, *parts[1:], gates), "sc"))
         self.reads = [Kept("sc", (mixer.channels + 2 * inner.state + mixer.in_size,))]
         return "sc"
+
+    def _attend(self, mixer: AttentionSpec) -> Op:
+        """Attention; what chooses its tokens is appended before it."""
+        if (latent := mixer.latent) is None:
+            return Attend("q", "a", mixer)
+        if (index := mixer.indexer) is not None:
+            self.reads += [Kept("iq", (index.heads, index.key_dim)), Kept("iw", (index.heads,))]
+            self._put(Choose("iq", "iw", CHOSEN, mixer))
+        return LatentAttend("q", "a", mixer, latent, chosen=None if mixer.top_k is None else CHOSEN)
 
     def _beside_output(self, second: MixerBeside) -> None:
         """Add the output of the mixer beside attention."""
@@ -303,6 +323,12 @@ class _Builder:
         self._put(Activate("g", "f", spec.activation))
         self._gemm(Group.INPUT_PROJECTION, "f", "y")
         return self._output("y", "input_norm", ("input_norm",))
+
+
+def _index(index: IndexerSpec, behind: int) -> Index:
+    """behind: the first of the mixer's inputs that are the indexer's, from their end."""
+    queries, key, factors = View("qh", -index.query_size), View("in", behind, -index.heads), View("in", -index.heads)
+    return Index(queries, key, factors, "iq", "iw", index)
 
 
 class _StreamBuilder(_Builder):

@@ -26,7 +26,7 @@ from .end_ops import (
     Select,
     SplitStreams,
 )
-from .ops import INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Scale, Sum
+from .ops import CHOSEN, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Scale, Sum
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -90,6 +90,8 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
         found.append(Kept(STREAMS, (streams.count, config.hidden_size)))
     if (inputs := config.layer_inputs) is not None:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
+    if (top_k := config.top_k) is not None:
+        found.append(Kept(CHOSEN, (top_k,), is_index=True))
     return tuple(found)
 
 

@@ -16,6 +16,7 @@ _TITLES = {
     "TakeInput": "further input of layers",
     "EmbedMedia": "embedding of tokens of images and sound",
     "SparseGates": "sparse gate",
+    "Index": "indexer of sparse attention",
 }
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, LatentSpec
 from ..specs.feed_forward import Activation, Experts, UngatedActivation
+from ..specs.indexer import IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
 
@@ -22,6 +23,9 @@ STREAM = "x"
 
 #: Several residual streams `[tokens, streams, hidden]`.
 STREAMS = "s"
+
+#: The tokens that queries attend to, as the last indexer chose them `[tokens, top_k]` int32.
+CHOSEN = "chosen"
 
 #: Further inputs of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
 INPUTS, FURTHER = "inputs", "input"
@@ -165,6 +169,39 @@ class Latents(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Index(Op):
+    """Rotate an indexer's queries; normalise and rotate the key that its heads share, and write it to its page.
+
+    x: queries `[tokens, heads · key]`; key: `[tokens, key]`; factors: of heads `[tokens, heads]`, which are copied.
+    """
+
+    READS = ("x", "key", "factors")
+    WRITES = ("q", "weights")
+    SLOTS = ("norm",)
+
+    x: Read
+    key: Read
+    factors: Read
+    q: str
+    weights: str
+    indexer: IndexerSpec
+    norm: str = "index_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Choose(Op):
+    """The places of the tokens that an indexer gives the highest scores, `[tokens, top_k]`, for each query."""
+
+    READS = ("q", "weights")
+    WRITES = ("out",)
+
+    q: str
+    weights: str
+    out: str
+    attention: AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Attend(Op):
     """Attention of q over the pages: `[tokens, heads · head_dim]`."""
 
@@ -183,7 +220,7 @@ class Attend(Op):
 class LatentAttend(Op):
     """Attention over latents: q goes through kv_b_proj's keys, and the outputs through its values."""
 
-    READS = ("q",)
+    READS = ("q", "chosen")
     WRITES = ("out",)
     SLOTS = ("kv_up",)
 
@@ -192,6 +229,9 @@ class LatentAttend(Op):
     attention: AttentionSpec
     latent: LatentSpec
     kv_up: str = "kv_up"
+
+    chosen: str | None = None
+    """The tokens that queries attend to; None: all that they see."""
 
     @property
     def bias(self) -> str:
@@ -444,4 +484,4 @@ class End(Op):
 
 
 #: Ops between which a step with prompts is captured: they read what is different in every step.
-CUTS = (Attend, LatentAttend, Mix)
+CUTS = (Attend, Choose, LatentAttend, Mix)

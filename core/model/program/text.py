@@ -25,11 +25,13 @@ from .ops import (
     AddToOthers,
     Attend,
     Begin,
+    Choose,
     Clip,
     CorrectStreams,
     End,
     Gemm,
     Heads,
+    Index,
     LatentAttend,
     Latents,
     Mix,
@@ -117,9 +119,8 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return f"{own[0].inputs} → {sum(each.outputs for each in own)}: {names}"
         case Heads():
             return _heads(op.attention)
-        case Latents():
-            size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
-            return f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}; writes {size} for all heads"
+        case Latents() | Index() | Choose():
+            return _latents(op)
         case Attend() | LatentAttend():
             return _attention(op.attention)
         case Mix():
@@ -162,6 +163,16 @@ def _heads(mixer: AttentionSpec) -> str:
     return f"{heads}, {own}{values}{growth}; writes keys and values"
 
 
+def _latents(op: Latents | Index | Choose) -> str:
+    if isinstance(op, Choose):
+        return f"{op.attention.top_k:,} tokens by the scores of all heads"
+    if isinstance(op, Index):
+        heads = f"{op.indexer.heads} heads of {op.indexer.key_dim}"
+        return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads"
+    size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
+    return f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}; writes {size} for all heads"
+
+
 _BLOCKS = {
     BlockMask.NONE: "",
     BlockMask.IN_WINDOW: ", and those behind it in an image",
@@ -173,6 +184,8 @@ def _attention(mixer: AttentionSpec) -> str:
     seen = "all tokens" if mixer.window is None else f"the last {mixer.window:,} tokens"
     if mixer.chunked and mixer.window is not None:
         seen = f"its own chunk of {mixer.window:,} tokens"
+    if mixer.top_k is not None:
+        seen = f"the {mixer.top_k:,} tokens that were chosen"
     cap = "" if mixer.softcap is None else f", soft cap {mixer.softcap:g}"
     seen += _BLOCKS[mixer.blocks]
     return f"sees {seen}; scale {mixer.scale:g}{cap}{', sinks' * mixer.sinks}{', slopes' * bool(mixer.slopes)}"

@@ -30,7 +30,8 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
     window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
-    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks, bool(mixer.slopes))
+    top_k = mixer.top_k_within(max_model_len)
+    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks, bool(mixer.slopes), top_k)
     return PLAIN if found == PLAIN else found
 
 

@@ -26,7 +26,8 @@ def latents(op: Latents, at: OpContext) -> Run:
             new = NewLatents(kept_of(names), spec.kv_rank, at.weights[op.k_norm], spec.eps)
             rows = queries(names).unflatten(1, (-1, spec.key_dim + spec.rotated_dim))
             place = step.batch.page[model.page_groups[kv]], step.batch.offset
-            slots = KvSlots(*model.arena.kv_layers[kv], *place, model.kv_scales[kv])
+            k, v = model.arena.kv_layers[kv]
+            slots = KvSlots(k[..., : mixer.head_dim], v, *place, model.kv_scales[kv])
             q = write_latents(rows, new, step.rotations[mixer.rope], slots, step.kept.get(q_out))
             if growth is not None:
                 q.mul_(growth[step.batch.positions])
@@ -37,7 +38,7 @@ def latents(op: Latents, at: OpContext) -> Run:
 
 def latent_attend(op: LatentAttend, at: OpContext) -> Run:
     scores, index, model = scores_of(op.attention, at.model.max_model_len), at.index, at.model
-    spec, kv, kept = op.latent, model.kv_index[index], attended_of(op)
+    spec, kv, kept, head_dim = op.latent, model.kv_index[index], attended_of(op), op.attention.head_dim
 
     def run(step: Step) -> None:
         weights, lora = step.layers[index], step.batch.lora
@@ -46,6 +47,8 @@ def latent_attend(op: LatentAttend, at: OpContext) -> Run:
         with span("attn.run"):
             of_group, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
             ways = LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, absorbed, weights.get(op.bias))
-            step.names[op.out] = of_group.run_latents(step.names[op.q], k, ways, step.kept.get(kept), scores)
+            q, cache, out = step.names[op.q], k[..., :head_dim], step.kept.get(kept)
+            chosen = None if scores.top_k is None or op.chosen is None else step.names[op.chosen]
+            step.names[op.out] = of_group.run_latents(q, cache, ways, out, scores, chosen)
 
     return run

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ....memory.pages.layer_projections import attention_projections, latent_projections
+from ....memory.pages.layer_projections import attention_projections, indexer_projections, latent_projections
 from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projection
 from ....ops.attention.blocks import BlockMask
+from .indexer import IndexerSpec
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -157,6 +158,12 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     """Keys and values are latents. Then there is one KV head, of `kv_rank + rotated_dim` elements."""
 
+    top_k: int | None = None
+    """Tokens that a query attends to, of those that it sees: an indexer chooses them. None: all."""
+
+    indexer: IndexerSpec | None = None
+    """Chooses these tokens; None: they are those of the last layer before it that has an indexer (GLM-5)."""
+
     keys_are_values: bool = False
     """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""
 
@@ -177,6 +184,10 @@ class AttentionSpec:
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""
         return None if self.window is None or self.window >= max_model_len else self.window
+
+    def top_k_within(self, max_model_len: int) -> int | None:
+        """`top_k`, unless no request of so many tokens has more."""
+        return None if self.top_k is None or self.top_k >= max_model_len else self.top_k
 
     @property
     def q_size(self) -> int:
@@ -221,7 +232,10 @@ class AttentionSpec:
         """Its matrices. hidden: width of the residual stream."""
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
-            return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
+            own = latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
+            if (index := self.indexer) is None:
+                return own
+            return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim))
         *inputs, output = attention_projections(
             hidden,
             self.num_heads,
@@ -239,8 +253,8 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KvShape:
-        """Of its keys and values."""
-        return KvShape(self.num_kv_heads, self.head_dim)
+        """Of its keys and values, with the indexer's key at the end."""
+        return KvShape(self.num_kv_heads, self.head_dim + (0 if self.indexer is None else self.indexer.key_dim))
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""

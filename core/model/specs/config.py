@@ -15,6 +15,7 @@ from ....memory.files.tokens.base_tokens import BaseTokens
 from ....memory.files.tower_shapes import TowerShapes
 from ....memory.files.whole_copies import BaseRows
 from ....memory.pages.layer_projections import model_projections
+from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
 from ...requests.blocks import Blocks
 from ..checkpoints.quantization.format import WeightFormat
@@ -234,9 +235,19 @@ class ModelConfig:
         return self.attention.head_dim if self.attention_layers else 0
 
     @property
+    def kv_shape(self) -> KvShape:
+        """What pages keep of a token in a layer as `attention`."""
+        return self.attention.kv_shape if self.attention_layers else KvShape(0, 0)
+
+    @property
     def latent(self) -> LatentSpec | None:
         """The latents of keys and values that attention keeps; None where it keeps none."""
         return self.attention.latent if self.attention_layers else None
+
+    @property
+    def top_k(self) -> int | None:
+        """The most tokens that a query attends to in a layer with an indexer; None where no layer has one."""
+        return max((mixer.top_k for mixer in self.attention_layers if mixer.top_k is not None), default=None)
 
     @property
     def cached_value_dim(self) -> int | None:

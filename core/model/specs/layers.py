@@ -216,8 +216,11 @@ class LayerSpec:
 
 
 def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:
-    """The different ropes of layers."""
-    return list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
+    """The different ropes of layers, and of their indexers."""
+    mixers = [layer.attention for layer in layers if layer.attention is not None]
+    indexers = (mixer.indexer for mixer in mixers if mixer.indexer is not None)
+    own = (mixer.rope for mixer in mixers if mixer.rope is not None)
+    return list(dict.fromkeys((*own, *(each.rope for each in indexers))))
 
 
 def has_axes(layers: Sequence[LayerSpec]) -> bool:

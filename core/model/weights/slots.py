@@ -207,6 +207,9 @@ class _Layer:
         yield from self._matrices(Group.MIXER_IN)
         if spec.attention is not None:
             yield from _of_heads(spec.attention)
+            if (index := spec.attention.indexer) is not None:
+                ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
+                yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
         yield from self._matrices(Group.QUERY_UP, Group.KV_UP)
         if spec.attention is not None and spec.attention.sinks:
             heads = spec.attention.num_heads

@@ -14,7 +14,7 @@ def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, 
     """What replaces Llama's fields. Windows are of 512 tokens, in as many layers as the family's models have them."""
     every = {"gemma-2": 2, "gemma-3": 6, "exaone-4": 4, "cohere-2": 4, "gpt-oss": 2}.get(family)
     fields: dict[str, Any] = {"head_dim": head_dim, **FAMILIES[family]}
-    if family == "deepseek-v3":  # latents serve all heads
+    if "kv_lora_rank" in fields:  # latents serve all heads
         fields["num_key_value_heads"] = heads
     if family == "lfm2":
         kinds = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(layers)]
@@ -137,6 +137,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 32,
         "v_head_dim": 64,
         "head_dim": 32,
+    },
+}
+FAMILIES |= {
+    "deepseek-v3.2": {
+        **FAMILIES["deepseek-v3"],
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_topk": 512,
+        "index_head_dim": 64,
+        "index_n_heads": 8,
+    },
+    "glm-5": {
+        **FAMILIES["deepseek-v3"],
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "index_topk": 512,
+        "index_head_dim": 64,
+        "index_n_heads": 8,
+        "index_topk_freq": 4,
     },
 }
 """Of each family."""

@@ -150,6 +150,7 @@ OWN_SHAPES = {
     "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
+    "DeepseekV32ForCausalLM": {"num_key_value_heads": 64},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
     "KimiLinearForCausalLM": {"num_key_value_heads": 64},
     "GPTNeoXJapaneseForCausalLM": {"num_attention_heads": 4},

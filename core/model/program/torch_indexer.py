@@ -1,0 +1,49 @@
+"""The ops of an indexer in the torch interpreter.
+
+Tests: tests/core/layers/test_indexer.py
+"""
+
+from __future__ import annotations
+
+from ....ops.elementwise.elementwise import layer_norm, rotate
+from ..nvtx_spans import span
+from .builder import Kept
+from .ops import Choose, Index
+from .torch_step import OpContext, Run, Step, reader
+
+
+def index(op: Index, at: OpContext) -> Run:
+    spec, model, kv = op.indexer, at.model, at.model.kv_index[at.index]
+    queries, key_of, factors = reader(op.x), reader(op.key), reader(op.factors)
+    q_out, weights_out = Kept(op.q, (spec.heads, spec.key_dim)), Kept(op.weights, (spec.heads,))
+
+    def run(step: Step) -> None:
+        names, rotation, norm = step.names, step.rotations[spec.rope], at.weights[op.norm].float()
+        with span("attn.index"):
+            key = layer_norm(key_of(names), norm[0], spec.eps, norm[1])[:, None]
+            cache = model.arena.kv_layers[kv][0][..., -spec.key_dim :]
+            place = step.batch.page[model.page_groups[kv]], step.batch.offset
+            cache[place] = rotate(key, rotation, None, spec.eps).to(cache.dtype)
+            rows = queries(names).unflatten(1, (spec.heads, spec.key_dim))
+            names[op.q] = rotate(rows, rotation, None, spec.eps, step.kept.get(q_out))
+            weights = step.kept.get(weights_out)
+            names[op.weights] = factors(names).clone() if weights is None else weights.copy_(factors(names))
+
+    return run
+
+
+def choose(op: Choose, at: OpContext) -> Run:
+    spec, mixer, model, kv = op.attention.indexer, op.attention, at.model, at.model.kv_index[at.index]
+    assert spec is not None and mixer.top_k is not None, "the layer has an indexer"
+    width, top_k, kept = spec.key_dim, mixer.top_k_within(model.max_model_len), Kept(op.out, (mixer.top_k,), True)
+
+    def run(step: Step) -> None:
+        if top_k is None:
+            return  # queries attend to all that they see
+        names = step.names
+        with span("attn.index"):
+            attention, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
+            found = attention.choose(names[op.q], names[op.weights], k[..., -width:], top_k, step.kept.get(kept))
+            names[op.out] = found
+
+    return run
