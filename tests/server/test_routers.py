@@ -101,16 +101,16 @@ def test_a_router_in_front_of_three_servers(start, make_engine, read_events, tmp
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize("provider", ["hosted_vllm", "openai"])
-def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp_path, provider):
+def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp_path):
     """An adapter and the base model by names of the proxy's own: answers, streams, and errors as they are."""
     live = start(make_engine(["alice"]))
+    providers = ("hosted_vllm", "openai")
+    common = {"api_base": f"{live.url}/v1", "api_key": "none"}
     models = [
-        {"model_name": name, "litellm_params": {"model": f"{provider}/{model}", "api_base": f"{live.url}/v1"}}
+        {"model_name": f"{provider}-{name}", "litellm_params": {"model": f"{provider}/{model}", **common}}
+        for provider in providers
         for name, model in (("support", "alice"), ("plain", "base"), ("gone", "absent"))
     ]
-    for model in models:
-        model["litellm_params"]["api_key"] = "none"
     config = tmp_path / "litellm.yaml"
     general = {"dangerously_permit_weak_or_unset_master_key": True}  # it listens on this machine alone
     config.write_text(
@@ -120,22 +120,28 @@ def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp
     with routing(
         tmp_path / "log", *arguments, ready=lambda client: is_successful(client, "/health/liveliness")
     ) as client:
-        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-        whole = client.post("/v1/chat/completions", json={"model": "support", **asked})
-        assert whole.status_code == 200, whole.text
-        direct = live.client.post("/v1/chat/completions", json={"model": "alice", **asked}).json()
-        assert whole.json()["choices"][0]["message"]["content"] == direct["choices"][0]["message"]["content"]
-        assert whole.json()["usage"]["total_tokens"] == direct["usage"]["total_tokens"]
-        stream = client.post("/v1/chat/completions", json={"model": "plain", **asked, "stream": True})
-        deltas = [event["choices"][0]["delta"] for event in read_events(stream) if event["choices"]]
-        base = live.client.post("/v1/chat/completions", json={"model": "base", **asked}).json()
-        assert "".join(delta.get("content") or "" for delta in deltas) == base["choices"][0]["message"]["content"]
-        answer = client.post("/v1/completions", json={"model": "support", "prompt": "abc"})
-        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "cba", answer.text
-        wrong = client.post("/v1/chat/completions", json={"model": "plain", **asked, "temperature": -1})
-        assert wrong.status_code == 400 and "temperature" in wrong.text
-        missing = client.post("/v1/chat/completions", json={"model": "gone", **asked})
-        assert missing.status_code == 404 and "absent" in missing.text
+        for provider in providers:
+            check_proxied(client, live, read_events, provider)
+
+
+def check_proxied(client, live, read_events, provider):
+    """What a proxy answers for one provider's models is what the server answers."""
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    whole = client.post("/v1/chat/completions", json={"model": f"{provider}-support", **asked})
+    assert whole.status_code == 200, whole.text
+    direct = live.client.post("/v1/chat/completions", json={"model": "alice", **asked}).json()
+    assert whole.json()["choices"][0]["message"]["content"] == direct["choices"][0]["message"]["content"]
+    assert whole.json()["usage"]["total_tokens"] == direct["usage"]["total_tokens"]
+    stream = client.post("/v1/chat/completions", json={"model": f"{provider}-plain", **asked, "stream": True})
+    deltas = [event["choices"][0]["delta"] for event in read_events(stream) if event["choices"]]
+    base = live.client.post("/v1/chat/completions", json={"model": "base", **asked}).json()
+    assert "".join(delta.get("content") or "" for delta in deltas) == base["choices"][0]["message"]["content"]
+    answer = client.post("/v1/completions", json={"model": f"{provider}-support", "prompt": "abc"})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "cba", answer.text
+    wrong = client.post("/v1/chat/completions", json={"model": f"{provider}-plain", **asked, "temperature": -1})
+    assert wrong.status_code == 400 and "temperature" in wrong.text
+    missing = client.post("/v1/chat/completions", json={"model": f"{provider}-gone", **asked})
+    assert missing.status_code == 404 and "absent" in missing.text
 
 
 def test_vllm_router_sends_prompts_to_the_server_that_has_cached_them(start, subject, tmp_path):
