@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ def picture(seed: int, size: tuple[int, int]) -> Any:
     return Image.fromarray(values)
 
 
+@cache
+def known(family: str) -> tuple[Reference, Any]:
+    """The reference of a kept model, and its image processor."""
+    from chorus.core.media.processor import ImageProcessor
+
+    reference = Reference(family)
+    return reference, ImageProcessor(reference.path)
+
+
 class Asked:
     """Requests with images and their reference answers."""
 
@@ -61,8 +71,11 @@ class Asked:
         from chorus.core.media.images import encoded
         from chorus.core.media.processor import ImageProcessor
 
-        self.reference = Reference(family, path)
-        self.processor, self._encoded = ImageProcessor(self.reference.path), encoded
+        if path is None:
+            self.reference, self.processor = known(family)
+        else:
+            self.reference, self.processor = Reference(family, path), ImageProcessor(path)
+        self._encoded = encoded
         model = read_model_config(self.reference.path)
         self.placeholder, self.marks = model.image_token, model.image_marks
         # PaliGemma's processor writes more than images: a chat template does so on a server.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from chorus.core.media.places import ImagePlaces
 from chorus.memory.files.tokens.torchvision import mend_torchvision
 
 from ...conftest import quiet
-from ...kept import kept_files
+from ...kept import KeptAnswers, kept_files, kept_root
 from ...tiny_tokenizer import save_tokenizer
 from . import tiny_mrope
 from .seeing import TEXT
@@ -161,6 +164,18 @@ def save_adapter(
 
 
 def reference(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of its own of transformers, for peft to change."""
+    if kept_root() in path.parents:
+        return copy.deepcopy(_read_once(path, family, dtype))
+    return _read(path, family, dtype)
+
+
+@lru_cache(1)
+def _read_once(path: Path, family: str, dtype: torch.dtype) -> Any:
+    return _read(path, family, dtype)
+
+
+def _read(path: Path, family: str, dtype: torch.dtype) -> Any:
     import transformers
 
     name = tiny_mrope.FAMILIES[family] if family in tiny_mrope.FAMILIES else SEEING[family].name
@@ -171,7 +186,7 @@ def reference(path: Path, family: str, dtype: torch.dtype = torch.float32) -> An
 
 
 class Reference:
-    """transformers and peft, given the same RGB images one by one."""
+    """transformers and peft, given the same RGB images one by one. What they answer about a kept model is kept, too."""
 
     @quiet()
     def __init__(self, family: str, path: Path | None = None) -> None:
@@ -184,6 +199,7 @@ class Reference:
         self.processor.image_processor = AutoImageProcessor.from_pretrained(self.path, backend="torchvision")
         self._is_nested = family not in SEEING or SEEING[family].nested
         self._models: dict[str | None, Any] = {}
+        self._known = KeptAnswers(self.path if kept_root() in self.path.parents else None)
 
     def _model(self, adapter: str | None) -> Any:
         if adapter not in self._models:
@@ -210,6 +226,19 @@ class Reference:
         settings: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB. settings: of the processor."""
+        seen = [(image.size, hashlib.sha256(image.tobytes()).hexdigest()) for image in images]
+        question = [adapter, messages, seen, count, settings and dict(settings)]
+        prompt, found = self._known.get(question, lambda: self._answer(adapter, messages, images, count, settings))
+        return [*prompt], [*found]
+
+    def _answer(
+        self,
+        adapter: str | None,
+        messages: list[dict[str, Any]],
+        images: Sequence[Any],
+        count: int,
+        settings: Mapping[str, Any] | None,
+    ) -> tuple[list[int], list[int]]:
         inputs = self._inputs(messages, images, settings, begins_output=True)
         with torch.inference_mode():
             out = self._model(adapter).generate(
