@@ -173,7 +173,12 @@ def _glm_5(rng: random.Random) -> Fields:
         {"index_topk_pattern": "F" + "".join(_types(rng, count - 1, ("F", "S", "S")))},
         {"index_topk_freq": rng.randint(1, 3), "index_skip_topk_offset": rng.randint(1, 3)},
     ]
-    return {**found, **rng.choice(schedules), "mlp_layer_types": _types(rng, count, ("dense", "sparse"))}
+    return {
+        **found,
+        "indexer_types": None,
+        **rng.choice(schedules),
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+    }
 
 
 def _lara(rng: random.Random) -> Fields:

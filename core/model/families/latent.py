@@ -1,4 +1,7 @@
-"""Readers for families with latent attention; see `LatentSpec`. Of some an indexer chooses tokens: `IndexerSpec`."""
+"""Readers for families with latent attention; see `LatentSpec`. Of some an indexer chooses tokens: `IndexerSpec`.
+
+Tests: tests/core/layers/test_latents.py, tests/core/layers/test_indexer.py
+"""
 
 from __future__ import annotations
 
