@@ -32,12 +32,15 @@ def find_bypassed(
 
     Raises AdapterFormatError for those that would change the model once they are merged.
     """
-    for layer, module, *parts in ((each.layer, each.module, *_lora_parts(each)) for each in vectors):
-        if projections[module].is_bypassed and any(parts):
+    if not (bypassed := projections.bypassed):
+        return ()
+    for each in vectors:
+        if each.module in bypassed and any(_lora_parts(each)):
             raise AdapterFormatError(
-                f"{file.path}: DoRA, a bias of LoRA or a scale is on {module} of layer {layer}. {_why(module)}"
+                f"{file.path}: DoRA, a bias of LoRA or a scale is on {each.module} of layer {each.layer}. "
+                f"{_why(each.module)}"
             )
-    found = {target: pair for target, pair in names.items() if projections[target[1]].is_bypassed}
+    found = {target: pair for target, pair in names.items() if target[1] in bypassed}
     for (layer, module), (_, b) in found.items():
         check_wanted()
         if read_values(file, file.tensors[b]).any():
@@ -49,7 +52,7 @@ def find_bypassed(
 
 def refuse_nothing(path: Path, bypassed: Sequence[str], left: Sequence[object]) -> None:
     """Raise AdapterFormatError for an adapter of bypassed modules alone. left: all else that it changes."""
-    if bypassed and not left:
+    if not left:
         raise AdapterFormatError(
             f"{path}: the adapter is on {', '.join(bypassed)} alone, and so it is the base model. {_why(bypassed[0])}"
         )

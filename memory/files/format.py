@@ -117,9 +117,9 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_names(file, names, config, projections, others)
             is_larger = take_computed_ranks(file, targets, names, projections)
             _check_shapes(file, targets, names, config, projections)
-            bypassed = find_bypassed(file, names, vectors, projections)
-            _leave_out(bypassed, targets, names, projections)
-            refuse_nothing(file.path, bypassed, (*targets, *vectors, *rows, *tower))
+            if bypassed := find_bypassed(file, names, vectors, projections):
+                _leave_out(bypassed, targets, names, projections)
+                refuse_nothing(file.path, bypassed, (*targets, *vectors, *rows, *tower, *filter(None, [head])))
             parts = parts_of(targets, projections) + rows
             # of stacked experts, and of rows by unit, B is read in another order; slices are joined
             is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED

@@ -449,6 +449,11 @@ class Projections:
         return self.mixture.union(each.name for each in self._all if each.group in apart)
 
     @cached_property
+    def bypassed(self) -> frozenset[str]:
+        """Names of the projections that adapters can't change: see `Projection.is_bypassed`."""
+        return frozenset(each.name for each in self._all if each.is_bypassed)
+
+    @cached_property
     def num_weights(self) -> int:
         """Weights of all projections in all layers, outside mixtures of experts."""
         every = (projection for layer in self.layers for projection in layer)

@@ -124,7 +124,8 @@ class SelectiveScanWeights(RecurrentWeights):
     def take_in(self, inputs: torch.Tensor, state: RecurrentState) -> None:
         """See `RecurrentWeights.take_in`."""
         channels = len(self.d)
-        self._updated(*inputs.split((channels, channels, len(self.rates)), 1), state)
+        x, dt, b = inputs.split((channels, channels, len(self.rates)), 1)
+        self._updated(x, dt, b, state)
 
     @property
     def native_tensors(self) -> Mapping[str, torch.Tensor | None]:

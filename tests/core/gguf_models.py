@@ -77,6 +77,10 @@ BESIDE = {
     "qwen3-next": "qwen3next",
     "ernie-4.5-moe": "ernie4_5-moe",
     "qwen2-moe": "qwen2moe",
+    "mamba-1": "mamba",
+    "mamba-2": "mamba2",
+    "mamba-2-biased": "mamba2",
+    "jamba": "jamba",
 }
 
 #: `LlamaModel` of the converter, from which these derive, interleaves rotary pairs.
@@ -168,7 +172,7 @@ def converted(
         (".dt_bias", ".dt_proj.bias"),
     ):
         name = name.replace(own, new)
-    if "feed_forward.experts." in name:
+    if "feed_forward.experts." in name and architecture == "lfm2moe":
         name = name.removeprefix("model.")
     if (new := table.get_name(name, (".weight", ".bias"))) is None:
         return None
@@ -178,7 +182,11 @@ def converted(
     if "query_key_value" in name:
         return _without_heads(new, weight, heads)
     if name.endswith(".A_log"):
-        return Converted({new: -torch.exp(weight)}, lambda found: torch.log(-found[0]))
+        shape = (-1, 1) if architecture == "mamba2" else weight.shape
+        return Converted({new: -torch.exp(weight).view(shape)}, lambda found: torch.log(-found[0]).view(weight.shape))
+    if architecture == "mamba2" and name.endswith((".D", ".mixer.norm.weight")):
+        rows = len(weight) if name.endswith(".D") else config["n_groups"]
+        return Converted({new: weight.view(rows, -1)}, lambda found: found[0].flatten())
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         return Converted({new: weight.squeeze(1)}, lambda found: found[0].unsqueeze(1))
     is_plain = name.endswith("linear_attn.norm.weight")

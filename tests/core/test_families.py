@@ -174,7 +174,8 @@ def test_paths_of_modules_are_known_under_new_names(tiny, family):
     it = tiny(family)
     modules = read_model_config(it.model).module_paths
     base = it.reference.get_base_model()
-    linear = {name for name, module in base.model.named_modules() if isinstance(module, nn.Linear)}
+    inner = getattr(base, base.base_model_prefix)
+    linear = {name for name, module in inner.named_modules() if isinstance(module, nn.Linear)}
     names = {name.replace(".base_layer", "") for name in linear if ".lora_" not in name}
     for index in range(base.config.num_hidden_layers):
         paths = {name.removeprefix(f"layers.{index}.") for name in names if name.startswith(f"layers.{index}.")}

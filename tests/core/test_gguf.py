@@ -286,7 +286,7 @@ def test_other_architectures_are_read_with_the_models_configuration(tmp_path, fa
 #: Families of `BESIDE` whose files have tensors made of others, changed values, or experts.
 CHANGED = [
     "deepseek-v2", "deepseek-v3", "dots-1", "ernie-4.5-moe", "glm-4-moe", "gpt-neox", "granite-moe-shared", "lfm2",
-    "lfm2-moe", "qwen2-moe", "qwen3-next",
+    "lfm2-moe", "qwen2-moe", "qwen3-next", "mamba-1", "mamba-2", "jamba",
 ]  # fmt: skip
 
 

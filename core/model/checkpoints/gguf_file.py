@@ -51,6 +51,9 @@ class Stored(NamedTuple):
     row: bool = False
     """It is a vector that stands for a matrix of one row."""
 
+    flat: bool = False
+    """It is a matrix that stands for a vector, row after row."""
+
 
 class GgufFile:
     """Reads a file's header when it is made. Raises UnsupportedModel for one that is broken."""
@@ -135,6 +138,8 @@ class GgufFile:
         data = self.tensors[part.tensor].data
         if part.transposed:
             return self._of_columns(part, torch.arange(self.num_rows(part))[rows])
+        if part.flat:
+            return self._dequantised(part.tensor, data).flatten()[rows]
         if part.heads:
             data = data.reshape(-1, data.shape[-1])
         if part.row:

@@ -11,7 +11,9 @@ ggml-org/llama.cpp. Names are those of the package `gguf` (`tensor_mapping.py`).
 - GPTNeoXModel: `query_key_value`, whose rows it orders by part, and not by head;
 - Qwen3NextModel: `in_proj_qkvz` likewise, into two tensors, and `A_log`, which it stores as `-exp(A_log)`;
 - GraniteMoeModel: gate and up of experts and of the shared one, which it takes apart;
-- LFM2Model, LFM2MoeModel, Qwen3NextModel: kernels of convolutions, which lose their dimension of 1;
+- MambaModel, Mamba2Model, JambaModel: `A_log`, likewise; of Mamba 2 it has `A_log` and `D` as matrices of one column,
+  and the norm as a matrix of a row for each group;
+- these, LFM2Model, LFM2MoeModel, Qwen3NextModel: kernels of convolutions, which lose their dimension of 1;
 - Glm4MoeModel, Glm4MoeLiteModel: nothing, but the file has a draft layer after the last;
 - all with experts: the matrices of all experts are one tensor, and with `--fuse-gate-up-exps` gate and up are, too.
 
@@ -23,6 +25,7 @@ Tests: tests/core/test_gguf.py
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection
 from functools import partial
@@ -46,9 +49,15 @@ _ONE_PLUS = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next"}
 #: Architectures whose values and rows it stores as transformers has them, but for what `_MADE` says.
 _AS_THEY_ARE = {
     "chatglm", "cohere2", "command-r", "deepseek2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "glm-dsa",
-    "glm4", "glm4moe", "gptneox", "lfm2", "lfm2moe", "olmo2", "olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen3",
-    "qwen3moe", "seed_oss", "stablelm", "starcoder2",
+    "glm4", "glm4moe", "gptneox", "jamba", "lfm2", "lfm2moe", "mamba", "mamba2", "olmo2", "olmoe", "phi2", "phi3",
+    "qwen2", "qwen2moe", "qwen3", "qwen3moe", "seed_oss", "stablelm", "starcoder2",
 }  # fmt: skip
+
+#: Architectures that store `-exp(A_log)`.
+_EXPONENTIAL = {"jamba", "mamba", "mamba2", "qwen3next"}
+
+#: Vectors that files of Mamba 2 have as matrices.
+_FLAT = (".A_log", ".D", ".mixer.norm.weight")
 
 _KNOWN = sorted(_INTERLEAVED | _ONE_PLUS | _AS_THEY_ARE)
 
@@ -136,6 +145,8 @@ class _Names:
             return heads * rows, columns
         if part.row:
             return (1, *shape)
+        if part.flat:
+            return (math.prod(shape),)
         return shape if part.expert is None else shape[1:]
 
     def source(self, name: str) -> GgufSource | None:
@@ -150,7 +161,7 @@ class _Names:
             return None
         if found not in self.file.tensors:
             return None if number is None else self._of_gate_and_up(found, number)
-        part = Stored(found, number)
+        part = Stored(found, number, flat=self.file.architecture == "mamba2" and name.endswith(_FLAT))
         if name.endswith(_SHARED_GATE) and len(self.shape(part)) == 1:
             part = Stored(found, row=True)
         shape = self.shape(part)
@@ -223,7 +234,7 @@ class _Names:
     def _values(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if self.file.architecture in _ONE_PLUS and name.endswith("norm.weight") and not name.endswith(_PLAIN_NORM):
             return _less_one
-        return _log if self.file.architecture == "qwen3next" and name.endswith(".A_log") else None
+        return _log if self.file.architecture in _EXPONENTIAL and name.endswith(".A_log") else None
 
 
 def _halves(heads: int, rows: int) -> torch.Tensor:
