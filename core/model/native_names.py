@@ -12,6 +12,7 @@ from .specs.norms import NormKind
 _GATED = {
     Activation.SILU: NativeActivation.SILU,
     Activation.GELU_TANH: NativeActivation.GELU,
+    Activation.RELU_SQUARED: NativeActivation.RELU_SQUARED_GATE,
 }
 
 #: Of parts without a gate. Their names are those of others.

@@ -21,18 +21,20 @@ def attention_projections(
     head_dim: int,
     *,
     gate: bool = False,
-    keys_and_values: int = 2,
+    kept: Sequence[int] | None = None,
     form: str = "",
 ) -> tuple[Projection, ...]:
-    """Those of full attention. gate: q_proj gives each head a query and then a gate. keys_and_values: projections that
-    give them; 1: k_proj gives both, 0: they are another layer's. form: see `Projection`.
+    """Those of full attention. gate: q_proj gives each head a query and then a gate. kept: elements of a head's key and
+    of its value; one number: k_proj gives both, none: they are another layer's; None: as of its query. form: see
+    `Projection`.
     """
-    q, kv = heads * head_dim, kv_heads * head_dim
-    names = ("self_attn.k_proj", "self_attn.v_proj")[:keys_and_values]
+    q, kept = heads * head_dim, (head_dim, head_dim) if kept is None else kept
+    value = kept[1] if len(kept) > 1 else head_dim
+    names = zip(("self_attn.k_proj", "self_attn.v_proj"), kept, strict=False)
     return (
         Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads, form=form),
-        *(Projection(name, Group.MIXER_IN, hidden, kv, kv_heads, form=form) for name in names),
-        Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads, form=form),
+        *(Projection(name, Group.MIXER_IN, hidden, kv_heads * width, kv_heads, form=form) for name, width in names),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads, form=form),
     )
 
 

@@ -294,6 +294,12 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x).square()
 
 
+def relu_squared_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`max(gate, 0)² · up` for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return relu_squared(gate) * up
+
+
 def xielu(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     """xIELU (arXiv 2411.13010): `α_p·x² + β·x` where x is above 0, else `(exp(min(x, ε)) - 1 - x)·α_n + β·x`.
 

@@ -52,6 +52,8 @@ class NativeActivation(StrEnum):
     SILU = "kSilu"
     GELU = "kGelu"
     """By tanh, as torch's `gelu(approximate="tanh")`."""
+    RELU_SQUARED_GATE = "kReluSquaredGate"
+    """`max(gate, 0)² · up`."""
     CLAMPED_SWIGLU = "kClampedSwiglu"
     """Of experts only: it has parameters."""
     GELU_ALONE = "kGeluAlone"

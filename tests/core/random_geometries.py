@@ -307,6 +307,81 @@ def _jamba(rng: random.Random) -> Fields:
     }
 
 
+def _mimo(rng: random.Random) -> Fields:
+    found, own, head_dim = _grouped(rng), _experts(rng), rng.choice((12, 16, 24, 32))
+    count = found["num_hidden_layers"]
+    return {
+        **found,
+        "num_attention_heads": 2 * found["num_key_value_heads"] * rng.choice((1, 2, 3)),
+        "head_dim": head_dim,
+        "v_head_dim": rng.choice((4, 8, 10, head_dim)),
+        "layer_types": ["sliding_attention", *_types(rng, count - 1, ATTENDS)],  # ADAPTERS are on these layers
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "sliding_window": rng.choice((5, 16, 40)),
+        "n_routed_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"],
+        "moe_intermediate_size": own["moe_intermediate_size"],
+        "attention_value_scale": rng.choice((None, 0.707, 2.0)),
+        "norm_topk_prob": rng.random() < 0.5,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0)), "partial_rotary_factor": 0.5}
+            for kind in ATTENDS
+        },
+    }
+
+
+def _bitnet(rng: random.Random) -> Fields:
+    found = _square(rng)
+    heads = found["num_attention_heads"]
+    return {
+        **found,
+        "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
+        "attention_bias": rng.random() < 0.3,
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-2)),
+    }
+
+
+def _dbrx(rng: random.Random) -> Fields:
+    found, own = _square(rng), _experts(rng)
+    heads = found["num_attention_heads"]
+    kv_heads = rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0])
+    return {
+        **found,
+        "d_model": found["hidden_size"],
+        "tie_word_embeddings": False,
+        "attn_config": {"kv_n_heads": kv_heads, "clip_qkv": rng.choice((0.4, 1.5, 9.0)), "rope_theta": 10000.0},
+        "ffn_config": {
+            "moe_num_experts": own["num_experts"],
+            "moe_top_k": own["num_experts_per_tok"],
+            "ffn_hidden_size": rng.choice((16, 24, 40)),
+            "moe_normalize_expert_weights": rng.choice((None, 1.0)),
+        },
+    }
+
+
+def _diffllama(rng: random.Random) -> Fields:
+    found = _grouped(rng)
+    kv_heads = found["num_key_value_heads"] * 2
+    heads = kv_heads * rng.choice((1, 2, 3))
+    return {
+        **found,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": heads,
+        "lambda_std_dev": rng.choice((0.1, 0.3)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-2)),
+    }
+
+
+def _openai(rng: random.Random) -> Fields:
+    found = _square(rng)
+    own = {
+        "n_embd": found["hidden_size"],
+        "n_head": found["num_attention_heads"],
+        "n_layer": found["num_hidden_layers"],
+    }
+    return {**found, **own, "afn": rng.choice(("gelu", "relu")), "layer_norm_epsilon": rng.choice((1e-5, 1e-2))}
+
+
 DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "bloom": _bloom,
     "mpt": _mpt,
@@ -328,6 +403,11 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "falcon-mamba": _falcon_mamba,
     "jamba": _jamba,
     "recurrent-gemma": _recurrent_gemma,
+    "mimo-v2-flash": _mimo,
+    "bitnet": _bitnet,
+    "dbrx": _dbrx,
+    "diffllama": _diffllama,
+    "openai-gpt": _openai,
 }
 """A tiny family → fields of its configuration, at random."""
 

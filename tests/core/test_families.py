@@ -89,7 +89,7 @@ OWN_ROPES = {"gpt-j", "codegen"}
 KV_HEADS = {
     **dict.fromkeys(("gpt-2", "gpt-bigcode-heads", "gpt-neo", "gpt-j", "codegen", "falcon-heads"), 4),
     **dict.fromkeys(("opt", "biogpt", "xglm", "bloom", "mpt", "gpt-neox-japanese"), 4),
-    **dict.fromkeys(("persimmon", "persimmon-plain"), 4),
+    **dict.fromkeys(("persimmon", "persimmon-plain", "openai-gpt", "openai-gpt-relu"), 4),
     **dict.fromkeys(("bloom-heads", "mpt-clipped"), 6),
     **dict.fromkeys(("gpt-bigcode", "falcon-7b"), 1),
 }
@@ -174,10 +174,11 @@ def test_paths_of_modules_are_known_under_new_names(tiny, family):
     it = tiny(family)
     modules = read_model_config(it.model).module_paths
     base = it.reference.get_base_model()
-    inner = getattr(base, base.base_model_prefix)
-    linear = {name for name, module in inner.named_modules() if isinstance(module, nn.Linear)}
+    linear = {name for name, module in base.base_model.named_modules() if isinstance(module, nn.Linear)}
     names = {name.replace(".base_layer", "") for name in linear if ".lora_" not in name}
     for index in range(base.config.num_hidden_layers):
-        paths = {name.removeprefix(f"layers.{index}.") for name in names if name.startswith(f"layers.{index}.")}
+        begin = f"{modules.layers}.{index}."
+        paths = {name.removeprefix(begin) for name in names if name.startswith(begin)}
+        assert paths, "the layer has modules"
         known = {*modules.in_layer(index), *modules.usual}
         assert paths <= known

@@ -336,6 +336,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "biogpt": ("BioGptConfig", {"initializer_range": 0.3, "pad_token_id": 0}, "50GB"),
     "xglm": ("XGLMConfig", {"ffn_dim": 96, "init_std": 0.3, "pad_token_id": 0}, "20KB"),
     "gpt-neox-japanese": ("GPTNeoXJapaneseConfig", {"rotary_pct": 0.5, "initializer_range": 0.3}, "50GB"),
+    "bitnet": ("BitNetConfig", {}, "50GB"),
+    "bitnet-biased": (
+        "BitNetConfig",
+        {"attention_bias": True, "tie_word_embeddings": True, "hidden_size": 48, "num_key_value_heads": 4},
+        "20KB",
+    ),
+    "diffllama": ("DiffLlamaConfig", {"num_key_value_heads": 2}, "50GB"),
+    "diffllama-biased": (
+        "DiffLlamaConfig",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "lambda_std_dev": 0.4,
+        },
+        "20KB",
+    ),
+    "openai-gpt": (
+        "OpenAIGPTConfig",
+        {"hidden_size": 72, "initializer_range": 0.3, "tie_word_embeddings": False},
+        "50GB",
+    ),
+    "openai-gpt-relu": (
+        "OpenAIGPTConfig",
+        {"afn": "relu", "hidden_size": 40, "initializer_range": 0.2, "tie_word_embeddings": False},
+        "20KB",
+    ),
     "bloom": ("BloomConfig", {"initializer_range": 0.3}, "50GB"),
     "bloom-heads": (
         "BloomConfig",
@@ -1024,6 +1054,39 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
                              "mscale_all_dim": 1.0}},
         "50GB",
     ),
+    "mimo-v2-flash": (
+        "MiMoV2FlashConfig",
+        {"head_dim": 24, "v_head_dim": 16, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_hidden_layers": 4,
+         "sliding_window": 20, "routed_scaling_factor": 1.5, "pad_token_id": 0,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        "50GB",
+    ),
+    "mimo-v2-flash-biased": (
+        "MiMoV2FlashConfig",
+        {"head_dim": 48, "v_head_dim": 8, "num_key_value_heads": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 24, "n_group": 2, "sliding_window": 16, "attention_bias": True, "hidden_size": 48,
+         "attention_value_scale": None, "num_hidden_layers": 2, "mlp_layer_types": ["sparse", "sparse"],
+         "tie_word_embeddings": True, "pad_token_id": 0,
+         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 90.0,
+                                                   "partial_rotary_factor": 0.5}}},
+        "20KB",
+    ),
+    "dbrx": (
+        "DbrxConfig",
+        {"d_model": 64, "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
+         "ffn_config": {"moe_num_experts": 8, "moe_top_k": 3, "ffn_hidden_size": 40}},
+        "50GB",
+    ),
+    "dbrx-unscaled": (
+        "DbrxConfig",
+        {"d_model": 48, "hidden_size": 48, "attn_config": {"kv_n_heads": 1, "clip_qkv": 6.0, "rope_theta": 10000.0},
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+         "ffn_config": {"moe_num_experts": 12, "moe_top_k": 2, "ffn_hidden_size": 24,
+                        "moe_normalize_expert_weights": None}},
+        "20KB",
+    ),
     "laguna": (
         "LagunaConfig",
         {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
@@ -1141,6 +1204,8 @@ class Tiny:
     def watched(self, reference: Any) -> Any:
         """A reference whose choices of experts are noted."""
         for module in reference.modules():
+            if type(module).__name__ == "DbrxFFN":
+                module.router.top_k = module.top_k
             if type(module).__name__.endswith(("Router", "Gate")) and not hasattr(module, "f_a_proj"):
                 module.register_forward_hook(self._note_router)
             if type(module).__name__.endswith("Indexer"):
@@ -1151,7 +1216,7 @@ class Tiny:
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
         chosen_alone = type(router).__name__ == "Llama4Router"  # whose scores of others are 0
-        scores = output[1 if chosen_alone else 0].float()
+        scores = (output if isinstance(output, torch.Tensor) else output[1 if chosen_alone else 0]).float()
         if (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:

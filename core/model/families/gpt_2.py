@@ -18,6 +18,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.positions import PositionTable
 from ..specs.tensor_names import TensorNames
 from . import reading
@@ -60,6 +61,18 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("add_cross_attention"):
         raise fields.refuse("add_cross_attention", "a decoder beside an encoder is not supported")
     return _model(fields, kv_heads=0, by_layer=fields.boolean("scale_attn_by_inverse_layer_idx"))
+
+
+def _read_first(fields: ConfigJson) -> ModelConfig:
+    """OpenAI GPT: the norm behind the last layer's feed-forward part is the model's."""
+    name, names = "activation_function", {"relu": "relu", "gelu": "gelu_new"}
+    if (activation := fields.text("afn")) not in names:
+        raise fields.refuse("afn", f"not supported; supported: {', '.join(names)}")
+    found = _model(fields.without("n_inner").with_values({name: names[activation]}), kv_heads=0)
+    *layers, last = (replace(layer, norms=Norms.BEHIND) for layer in found.layers)
+    layers.append(replace(last, norms=Norms.BEHIND_MIXER))
+    tensors = replace(_FIRST_NAMES, norm=f"h.{len(layers) - 1}.ln_2")
+    return replace(found, layers=tuple(layers), tensors=tensors)
 
 
 def _read_bigcode(fields: ConfigJson) -> ModelConfig:
@@ -125,6 +138,20 @@ _NAMES = TensorNames(
 )
 _BIGCODE_NAMES = replace(_NAMES, inputs_first=False)
 
+_FIRST_NAMES = replace(
+    _NAMES,
+    embeddings="tokens_embed",
+    positions="positions_embed",
+    names={**_NAMES.names, "attention_out_norm": "ln_1", "mlp_out_norm": "ln_2"},
+)
+
+GPT_1 = Family(
+    "OpenAI GPT",
+    ("OpenAIGPTLMHeadModel",),
+    _read_first,
+    {"max_position_embeddings": 512, "scale_attn_weights": True, "afn": "gelu", "tie_word_embeddings": True},
+    _FIRST_NAMES,
+)
 GPT_2 = Family(
     "GPT-2",
     ("GPT2LMHeadModel",),

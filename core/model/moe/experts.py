@@ -18,7 +18,13 @@ import torch
 
 from ....memory.pages.projections import Group
 from ....ops.elementwise.activations import gelu, gelu_tanh, sigmoid
-from ....ops.elementwise.elementwise import clamped_swiglu, gelu_and_mul, relu_squared, silu_and_mul
+from ....ops.elementwise.elementwise import (
+    clamped_swiglu,
+    gelu_and_mul,
+    relu_squared,
+    relu_squared_and_mul,
+    silu_and_mul,
+)
 from ....ops.gemm import packed_gemm
 from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.library.native_descriptors import NativeActivation
@@ -495,13 +501,19 @@ def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | Un
         return activated_alone(gate_up, activation)
     if isinstance(activation, ClampedSwiglu):
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
-    return (silu_and_mul if activation is Activation.SILU else gelu_and_mul)(gate_up)
+    return _GATED[activation](gate_up)
 
 
 def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Tensor:
     """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
     return _ALONE[activation](up)
 
+
+_GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: silu_and_mul,
+    Activation.GELU_TANH: gelu_and_mul,
+    Activation.RELU_SQUARED: relu_squared_and_mul,
+}
 
 _ALONE: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     UngatedActivation.GELU: gelu,

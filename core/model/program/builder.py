@@ -10,11 +10,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ....memory.pages.projections import Group
-from ..specs.attention import AttentionSpec, LatentSpec
+from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
-from ..specs.norms import PARALLEL, NormSpec
+from ..specs.norms import BEHIND, PARALLEL, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
 from .ops import (
@@ -44,9 +44,12 @@ from .ops import (
     Op,
     PredictStreams,
     Read,
+    Replace,
+    ResizeHeads,
     Scale,
     SparseGates,
     StreamFactors,
+    SubtractHeads,
     Sum,
     TakeInput,
     TakeStream,
@@ -126,6 +129,7 @@ class _Builder:
                 rows = self._normed(STREAM, "mlp_norm") if "mlp_norm" in self._norms else rows
                 self._add(self._output(self._feed_forward(rows), "mlp_out_norm"))
             self._add(self._output(self._mixed(spec.mixer), "attention_out_norm"))
+            self._behind("attention_out_norm")
         if spec.feed_forward is not None and (spec.mixer is None or spec.norms not in PARALLEL):
             self._ops.append(Begin("mlp"))
             rows = self._normed(STREAM, "mlp_norm")
@@ -133,6 +137,7 @@ class _Builder:
             y = self._output(y, "mlp_out_norm")
             self._ops.append(End())
             self._add(y)
+            self._behind("mlp_out_norm")
         if spec.input_size:
             self._add(self._further(STREAM))
         if spec.scaled:
@@ -151,6 +156,12 @@ class _Builder:
     def _add(self, y: str) -> None:
         self._put(Add(STREAM, y))
 
+    def _behind(self, slot: str) -> None:
+        """Norm the residual stream itself, where the layer has a norm behind this addition."""
+        if self.spec.norms in BEHIND and slot in self._norms:
+            self._put(Norm(STREAM, "n", slot, self.norm))
+            self._put(Replace(STREAM, "n"))
+
     def _normed(self, read: str, slot: str, out: str = "n") -> str:
         """The norm of a buffer; the buffer itself if the layer does not have that norm."""
         return self._put(Norm(read, out, slot, self.norm)) if slot in self._norms else read
@@ -160,7 +171,7 @@ class _Builder:
 
     def _output(self, y: str, slot: str, norms: tuple[str, ...] | None = None) -> str:
         """What a part adds to the residual stream."""
-        if slot in (self._norms if norms is None else norms):
+        if slot in (self._norms if norms is None else norms) and self.spec.norms not in BEHIND:
             eps = self.spec.out_eps
             self._put(Norm(y, y, slot, self.norm if eps is None else replace(self.norm, eps=eps)))
         self._scaled(y, self.spec.residual_multiplier, y)
@@ -177,9 +188,29 @@ class _Builder:
         self._gemm(Group.MIXER_IN, rows, "in")
         if isinstance(mixer, AttentionSpec) and mixer.clip is not None:
             self._put(Clip("in", mixer.clip))
+        if isinstance(mixer, AttentionSpec) and mixer.latent is None:
+            self._values(mixer)
         if isinstance(mixer, RecurrentSpec):
             self._gates_of_latents(mixer)
             self.reads.append(Kept("in", (mixer.in_size,)))
+
+    def _values(self, mixer: AttentionSpec) -> None:
+        """Give values their factor, and the width of keys, as which pages have them."""
+        if mixer.difference is not None:
+            self._pairs(mixer, mixer.difference)
+            return
+        first = mixer.q_rows + mixer.kv_size
+        if mixer.value_factor != 1.0:
+            self._put(Scale(View("in", first), "in", mixer.value_factor, in_place=True))
+        if mixer.value_dim is not None:
+            self._put(ResizeHeads("in", "in", first, mixer.value_dim, mixer.head_dim))
+
+    def _pairs(self, mixer: AttentionSpec, spec: DifferenceSpec) -> None:
+        """Give heads of keys pairs of values, and queries and keys as many elements."""
+        key, wide, first = spec.key_dim, mixer.head_dim, (mixer.num_heads + mixer.num_kv_heads) * spec.key_dim
+        rows = self._put(ResizeHeads(View("in", 0, first), "qk", 0, key, wide))
+        values = self._put(ResizeHeads(View("in", first), "v", 0, key, key, spec.pairs(mixer.num_kv_heads)))
+        self._put(Concat((rows, values), "in"))
 
     def _queries(self, mixer: AttentionSpec) -> None:
         """Make queries of the mixer's input, and write keys and values."""
@@ -235,6 +266,12 @@ class _Builder:
         self._ops = self.parts[2]
         if isinstance(mixer, AttentionSpec) and mixer.output_gate is not None:
             self._put(GateOutput("a", "gates", "a", mixer.softplus_gates))
+        if isinstance(mixer, AttentionSpec) and mixer.difference is not None:
+            self._put(SubtractHeads("a", "a", mixer, mixer.difference, self.norm.eps))
+        elif isinstance(mixer, AttentionSpec) and mixer.value_dim is not None:
+            self._put(ResizeHeads("a", "a", 0, mixer.head_dim, mixer.value_dim))
+        if isinstance(mixer, AttentionSpec) and mixer.inner_norm:
+            self._put(Norm("a", "a", "attention_inner_norm", self.norm))
         self._gemm(Group.MIXER_OUT, "a", "y")
         if second is not None:
             self._beside_output(second)
@@ -294,6 +331,8 @@ class _Builder:
                 self._put(SparseGates("gu", "gu", spec.sparsity))
         is_xielu = spec.activation is UngatedActivation.XIELU
         self._put(Activate("gu", "f", spec.activation, "xielu" if is_xielu else None))
+        if isinstance(spec, GatedSpec) and spec.inner_norm:
+            self._put(Norm("f", "f", "mlp_inner_norm", self.norm))
         self._gemm(Group.DOWN, "f", "y")
         self._put(AllReduce("y"))
         self._scaled("y", spec.factor if isinstance(spec, GatedSpec) else 1.0, "y")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .native_registers import Value
-from .ops import STREAM, Add, AddMedia, Clip, Gemm, Moe, Op, Read, Scale, View, name_of
+from .ops import STREAM, Add, AddMedia, Clip, Gemm, Moe, Op, Read, Replace, Scale, View, name_of
 
 #: Ops that the library has no function for, by what models then have.
 _TITLES = {
@@ -40,7 +40,7 @@ class Buffers:
             self.reads.append(own)
             written = {}
             for name in op.writes:
-                is_in_place = isinstance(op, Add | AddMedia | Clip) or (isinstance(op, Scale) and op.in_place)
+                is_in_place = isinstance(op, Add | AddMedia | Clip | Replace) or (isinstance(op, Scale) and op.in_place)
                 keeps = name in own and is_in_place
                 names[name] = written[name] = own[name] if keeps else Value(name, widths(op, own))
             self.writes.append(written)

@@ -79,7 +79,7 @@ def _program(config: ModelConfig) -> NativeProgram:
 def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
     """Rows of the weights that attention has besides its input GEMM."""
     if (latent := mixer.latent) is None:
-        return (mixer.q_size,)
+        return (mixer.out_size,)
     return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
 
 

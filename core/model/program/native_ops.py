@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from ....memory.pages.projections import GemmShape, Group, Projections
 from ....ops.library import native_library
@@ -51,7 +52,10 @@ from .ops import (
     Norm,
     Op,
     Read,
+    Replace,
+    ResizeHeads,
     Scale,
+    SubtractHeads,
     Sum,
     name_of,
 )
@@ -152,16 +156,28 @@ class _Lowering:
             return sum(columns_of(part, own[name_of(part)])[1] for part in op.parts)
         read = op.reads[0]
         width = columns_of(read, own[name_of(read)])[1]
+        if isinstance(op, ResizeHeads):
+            return op.columns(width)
+        if isinstance(op, SubtractHeads):
+            return width // 2
         return width // 2 if isinstance(op, Activate) and isinstance(op.activation, Activation) else width
 
     def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
         """What an op of rows reads: the value in float32, the first column and their number."""
+        held, column, width = self._columns(at, read)
+        rounded = self._rounded.get(held.value)
+        if rounded is not None and rounded.value is held.value:  # it is in no other memory
+            self._emit("Widen", x=rounded, width=held.value.width, out=held)
+        return held, column, width
+
+    def _columns(self, at: int, read: Read) -> tuple[Held, int, int]:
+        """As `_read`, of a value that is in float32 unless all that read it are products."""
         value = self._buffers.reads[at][name_of(read)]
         return Held(value), *columns_of(read, value)
 
     def _read_rounded(self, at: int, read: Read) -> Held:
         """What a GEMM reads, of the type that it does."""
-        held, column, width = self._read(at, read)
+        held, column, width = self._columns(at, read)
         if isinstance(read, str) and (found := self._rounded.get(held.value)) is not None:
             return found
         to = Held(Value(held.value.name, width), "Rounded")
@@ -314,6 +330,10 @@ class _Lowering:
         x = Held(self._buffers.reads[at][op.x])
         self._emit("Add", x=x, y=Held(y), width=y.width, factor=1.0)
 
+    def _replace(self, at: int, op: Replace) -> None:
+        y, x = (Held(self._buffers.reads[at][name]) for name in (op.y, op.x))
+        self._emit("Copy", x=y, column=0, width=y.value.width, out=x, out_column=0)
+
     def _add_media(self, at: int, op: AddMedia) -> None:
         if native_library.lacks("OpKind.kAddMedia"):
             raise NoNativeOp("addition of images' rows")
@@ -376,6 +396,31 @@ class _Lowering:
         self._emit("LatentAttend", q=q, out=self._rounded[out], **own)
         self._done.add(at + 1)
 
+    def _resize_heads(self, at: int, op: ResizeHeads) -> None:
+        if native_library.lacks("OpKind.kResize"):
+            raise NoNativeOp("values of another width than keys")
+        x, column, width = self._read(at, op.x)
+        out = self._out(self._buffers.writes[at][op.out])
+        if op.begin:
+            self._emit("Copy", x=x, column=column, width=op.begin, out=out, out_column=0)
+        first, heads = column + op.begin, len(op.order) or (width - op.begin) // op.width
+        order = torch.tensor(op.order, dtype=torch.int32) if op.order else None
+        shape = {"heads": heads, "width": op.width, "to": op.to, "order": order}
+        self._emit("Resize", x=x, column=first, out=out, out_column=op.begin, **shape)
+
+    def _subtract_heads(self, at: int, op: SubtractHeads) -> None:
+        if native_library.lacks("OpKind.kSubtract"):
+            raise NoNativeOp("differences between heads")
+        x, column, width = self._read(at, op.x)
+        out, spec, head = self._out(self._buffers.writes[at][op.out]), op.difference, op.attention.head_dim
+        vectors = weight_of(op.factors)
+        own = {
+            "factor": lambda at: float(spec.factor(vectors(at))),
+            "weight": torch.full((head,), 1 - spec.first),
+            "eps": op.eps,
+        }
+        self._emit("Subtract", x=x, column=column, heads=width // head // 2, width=head, out=out, **own)
+
     def _mix(self, at: int, op: Mix) -> None:
         (out,) = self._buffers.writes[at].values()
         held = Held(out)
@@ -423,7 +468,10 @@ class _Lowering:
         Mix: _mix,
         Moe: _moe,
         Norm: _norm,
+        Replace: _replace,
+        ResizeHeads: _resize_heads,
         Scale: _scale,
+        SubtractHeads: _subtract_heads,
         Sum: _sum,
     }
 

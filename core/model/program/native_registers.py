@@ -13,7 +13,7 @@ from ....ops.library.native_program import NativeOp, Register
 
 #: Kinds of ops that work on each token by itself: what they write may lie where they read.
 ROW_OPS = frozenset(
-    {"Norm", "Keep", "Copy", "Scale", "Add", "Sum", "Activate", "Reduce", "Route", "Combine", "AddMedia"}
+    {"Norm", "Keep", "Copy", "Scale", "Add", "Sum", "Activate", "Reduce", "Route", "Combine", "AddMedia", "Widen"}
 )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ....memory.pages.projections import Group
-from ..specs.attention import AttentionSpec, LatentSpec
+from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
 from ..specs.feed_forward import Activation, Experts, UngatedActivation
 from ..specs.indexer import IndexerSpec
 from ..specs.norms import NormSpec
@@ -252,6 +252,47 @@ class GateOutput(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeHeads(Op):
+    """Heads of `width` elements, behind the first columns of x, become heads of `to` elements: each is cut, or has
+    zeros behind it.
+    """
+
+    READS = ("x",)
+    WRITES = ("out",)
+
+    x: Read
+    out: str
+    begin: int
+    """Columns before the heads, which stay."""
+
+    width: int
+    to: int
+
+    order: tuple[int, ...] = ()
+    """The heads of x that out has, by number; empty: each, in order."""
+
+    def columns(self, given: int) -> int:
+        """Columns of out. given: those of x."""
+        return self.begin + (len(self.order) or (given - self.begin) // self.width) * self.to
+
+
+@dataclass(frozen=True, slots=True)
+class SubtractHeads(Op):
+    """The difference of each head of x's first half and one of the second: see `DifferenceSpec`."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("factors",)
+
+    x: str
+    out: str
+    attention: AttentionSpec
+    difference: DifferenceSpec
+    eps: float
+    factors: str = "difference"
+
+
+@dataclass(frozen=True, slots=True)
 class Mix(Op):
     """A recurrent mixer, or one of its two parts; the sequences' states go on."""
 
@@ -328,6 +369,17 @@ class Moe(Op):
 @dataclass(frozen=True, slots=True)
 class Add(Op):
     """`x += y`."""
+
+    READS = ("x", "y")
+    WRITES = ("x",)
+
+    x: str
+    y: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replace(Op):
+    """x becomes y, in place."""
 
     READS = ("x", "y")
     WRITES = ("x",)

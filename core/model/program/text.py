@@ -39,7 +39,10 @@ from .ops import (
     Norm,
     Op,
     PredictStreams,
+    Replace,
+    ResizeHeads,
     Scale,
+    SubtractHeads,
 )
 
 
@@ -90,6 +93,8 @@ def _formula(op: Op) -> str:
     match op:
         case Add():
             return f"{op.x} += {op.y}"
+        case Replace():
+            return f"{op.x} ← {op.y}"
         case AddMedia():
             return f"{op.x} += image[{op.part}]"
         case AddToOthers():
@@ -129,9 +134,21 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _experts(op.spec)
         case Activate():
             return str(op.activation)
-        case Scale() | Clip():
-            return f"within ±{op.limit:g}" if isinstance(op, Clip) else op.weight or f"{op.factor:g}"
+        case Scale() | Clip() | ResizeHeads() | SubtractHeads():
+            return _numbers(op)
     return ""
+
+
+def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads) -> str:
+    match op:
+        case Scale():
+            return op.weight or f"{op.factor:g}"
+        case Clip():
+            return f"within ±{op.limit:g}"
+        case ResizeHeads():
+            return f"{f'{len(op.order)} ' if op.order else ''}heads of {op.width} → {op.to}"
+        case SubtractHeads():
+            return f"heads less those behind them, each normalised without weights, times {1 - op.difference.first:g}"
 
 
 def _norm(norm: NormSpec) -> str:

@@ -6,6 +6,7 @@ Tests: tests/core/test_families.py
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from ....ops.elementwise import elementwise
 from ....ops.elementwise.sparse_gates import sparse_gates as with_sparse_gates
@@ -17,7 +18,20 @@ from ..moe.stacked_experts import StackedExperts
 from ..nvtx_spans import span
 from ..weights.slots import IMAGE_EXPERTS
 from .builder import Kept
-from .ops import AddMedia, Clip, Concat, GateOutput, Mix, Moe, Scale, SparseGates, Sum
+from .ops import (
+    AddMedia,
+    Clip,
+    Concat,
+    GateOutput,
+    Mix,
+    Moe,
+    Replace,
+    ResizeHeads,
+    Scale,
+    SparseGates,
+    SubtractHeads,
+    Sum,
+)
 from .torch_ops import kind_of
 from .torch_step import OpContext, Run, Step, reader
 
@@ -52,6 +66,33 @@ def concat(op: Concat, _: OpContext) -> Run:
 
     def run(step: Step) -> None:
         step.names[op.out] = torch.cat([read(step.names) for read in reads], 1)
+
+    return run
+
+
+def resize_heads(op: ResizeHeads, at: OpContext) -> Run:
+    read = reader(op.x)
+    order = torch.tensor(op.order, device=at.model.device) if op.order else None
+
+    def run(step: Step) -> None:
+        kept, heads = read(step.names).flatten(1).tensor_split((op.begin,), 1)
+        heads = heads.unflatten(1, (-1, op.width))
+        heads = heads if order is None else heads.index_select(1, order)
+        step.names[op.out] = torch.cat((kept, pad(heads, (0, op.to - op.width)).flatten(1)), 1)
+
+    return run
+
+
+def subtract_heads(op: SubtractHeads, at: OpContext) -> Run:
+    spec, width = op.difference, op.attention.head_dim
+    factor = spec.factor(at.weights[op.factors])
+    weight = torch.ones(width, dtype=factor.dtype, device=factor.device)
+
+    def run(step: Step) -> None:
+        first, second = step.names[op.x].flatten(1).unflatten(1, (2, -1, width)).unbind(1)
+        y = (first - factor * second).flatten(0, 1)
+        y = elementwise.rms_norm(y, weight, op.eps) * (1 - spec.first)
+        step.names[op.out] = y.view(len(first), -1)
 
     return run
 
@@ -114,6 +155,13 @@ def add_media(op: AddMedia, _: OpContext) -> Run:
 def clip(op: Clip, _: OpContext) -> Run:
     def run(step: Step) -> None:
         step.names[op.x].clamp_(-op.limit, op.limit)
+
+    return run
+
+
+def replace(op: Replace, _: OpContext) -> Run:
+    def run(step: Step) -> None:
+        step.names[op.x].copy_(step.names[op.y])
 
     return run
 

@@ -80,6 +80,38 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class DifferenceSpec:
+    """Differential attention (arXiv 2410.05258), as transformers' DiffLlama has it.
+
+    Head h of the first half of all heads gives
+
+        (1 - first) · norm(out_h - factor · out_(h + half))
+
+    where `factor = exp(q1 · k1) - exp(q2 · k2) + first`, of four learned vectors, and the norm has no weights. A head's
+    value is twice as wide as its key: the values of two heads, as many of them apart as half of all there are. Heads of
+    keys take these pairs in turn.
+    """
+
+    first: float
+    """The factor before training."""
+
+    key_dim: int
+    """Elements of a head's query and key; pages have `head_dim`, twice as many, of which the others are zeros."""
+
+    def factor(self, vectors: torch.Tensor) -> torch.Tensor:
+        """The factor, by `[4 · key_dim]`: q1, k1, q2 and k2."""
+        q1, k1, q2, k2 = vectors.view(4, -1)
+        first, second = ((q * k).float().sum().exp().to(vectors.dtype) for q, k in ((q1, k1), (q2, k2)))
+        return first - second + self.first
+
+    @staticmethod
+    def pairs(kv_heads: int) -> tuple[int, ...]:
+        """The projected heads of values in the order in which heads of keys have them, two each."""
+        half = kv_heads // 2
+        return tuple(number for head in range(kv_heads) for number in (head % half, half + head % half))
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1): of a token, one latent is kept in place of the keys
     and values of all heads, with a rotated key that all heads share.
@@ -139,6 +171,9 @@ class AttentionSpec:
     softplus_gates: bool = False
     """Gates multiply by `log(1 + e^gate)`, rather than by their sigmoids (Laguna)."""
 
+    inner_norm: bool = False
+    """What o_proj reads is normalised, all heads of a token at once (BitNet)."""
+
     query_growth: QueryGrowth | None = None
 
     sinks: bool = False
@@ -163,6 +198,16 @@ class AttentionSpec:
 
     indexer: IndexerSpec | None = None
     """Chooses these tokens; None: they are those of the last layer before it that has an indexer (GLM-5)."""
+    value_dim: int | None = None
+    """Elements of a head's value where they are fewer than its key's (MiMo-V2); None: as many. Pages have as many of
+    both: a value's others are zeros.
+    """
+
+    value_factor: float = 1.0
+    """Of values, before they are kept (MiMo-V2)."""
+
+    difference: DifferenceSpec | None = None
+    """Its output is of differences between heads (DiffLlama)."""
 
     keys_are_values: bool = False
     """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""
@@ -209,8 +254,13 @@ class AttentionSpec:
 
     @property
     def attended_dim(self) -> int:
-        """Elements of a head's output."""
+        """Elements of a head's output, as attention's kernels give them."""
         return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def out_size(self) -> int:
+        """Inputs of o_proj."""
+        return self.num_heads * (self.value_dim or self.attended_dim)
 
     @property
     def q_rows(self) -> int:
@@ -236,13 +286,14 @@ class AttentionSpec:
             if (index := self.indexer) is None:
                 return own
             return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim))
+        key = self.head_dim if self.difference is None else self.difference.key_dim
         *inputs, output = attention_projections(
             hidden,
             self.num_heads,
             self.num_kv_heads,
-            self.head_dim,
+            key,
             gate=self.output_gate is OutputGate.BESIDE_QUERIES,
-            keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
+            kept=(key, self.value_dim or key)[: self._num_kept],
             form=self.form,
         )
         if self.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
@@ -250,6 +301,11 @@ class AttentionSpec:
             gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
             inputs.append(gate)
         return (*inputs, output)
+
+    @property
+    def _num_kept(self) -> int:
+        """Projections that give keys and values."""
+        return 0 if self.shares_kv else 1 if self.keys_are_values else 2
 
     @property
     def kv_shape(self) -> KvShape:

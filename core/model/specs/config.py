@@ -362,7 +362,7 @@ class ModelConfig:
             stacked_experts=tuple(
                 (path, tuple(f"experts.{part}" for part in parts))
                 for path, parts in self.tensors.stacked_experts.items()
-                if experts
+                if experts and not self.tensors.flat
             ),
             stacked_alternate=self.tensors.alternates,
             stacked_sides=self.tensors.stacked_sides,

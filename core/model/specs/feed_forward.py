@@ -20,6 +20,9 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
 
+    RELU_SQUARED = "relu2"
+    """`max(x, 0)²`: BitNet."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
@@ -70,6 +73,9 @@ class GatedSpec:
     """Share of a token's gates that become 0 if they are normally distributed: those below the cutoff of that share,
     which is subtracted from the others (Gemma 3n). 0: none.
     """
+
+    inner_norm: bool = False
+    """What down reads is normalised (BitNet)."""
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""

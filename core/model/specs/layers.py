@@ -183,6 +183,21 @@ class LayerSpec:
         return None if isinstance(self.feed_forward, Experts) else self.feed_forward
 
     @property
+    def why_whole(self) -> str | None:
+        """Why ranks can't share it; None if they can."""
+        if self.has_inner_norms:
+            return "norms inside of attention and of feed-forward parts are of what all ranks have together"
+        if self.attention is not None and self.attention.difference is not None:
+            return "heads are subtracted from others, which other ranks would have"
+        return None
+
+    @property
+    def has_inner_norms(self) -> bool:
+        """True if a norm stands inside of attention or of the feed-forward part."""
+        in_part = isinstance(self.dense, GatedSpec) and self.dense.inner_norm
+        return in_part or (self.attention is not None and self.attention.inner_norm)
+
+    @property
     def biased(self) -> frozenset[str]:
         """Paths of the projections with a bias."""
         is_biased = self.feed_forward is not None and self.feed_forward.bias

@@ -27,6 +27,15 @@ class Norms(StrEnum):
     PARALLEL_APART = "parallel, apart"
     """`x += mixer(norm(x)) + feed_forward(norm_2(x))`: GPT-NeoX."""
 
+    BEHIND = "behind the additions"
+    """`x = norm(x + mixer(x)); x = norm_2(x + feed_forward(x))`: OpenAI GPT."""
+
+    BEHIND_MIXER = "behind the mixer's addition"
+    """`x = norm(x + mixer(x)); x += feed_forward(x)`: OpenAI GPT's last layer, whose other norm is the model's."""
+
+
+#: Those whose norms stand behind the additions.
+BEHIND = frozenset((Norms.BEHIND, Norms.BEHIND_MIXER))
 
 #: Those with which the feed-forward part does not read the mixer's output.
 PARALLEL = frozenset((Norms.PARALLEL, Norms.PARALLEL_APART))

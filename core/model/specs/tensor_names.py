@@ -128,6 +128,10 @@ class TensorNames:
     transposed: bool = False
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
+    flat: bool = False
+    """Stacked tensors are matrices: `[experts · out, in]`, and `[experts · in, out]` of outputs. PEFT takes them for
+    those of one module, so adapters have none of them (DBRX)."""
+
     swapped: bool = False
     """`transposed`, and PEFT takes it for `[experts, out, in]`, since its module doesn't say so (Llama 4)."""
 

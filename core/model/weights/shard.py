@@ -42,6 +42,8 @@ class Shard:
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
+    if why := next(filter(None, (layer.why_whole for layer in whole.layers)), None):
+        return why
     counts = [("num_attention_heads {}", whole.num_heads)]
     if whole.experts is not None:
         counts.append(("width of experts, {},", whole.experts.size))

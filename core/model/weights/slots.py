@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ....memory.pages.projections import INPUT_GROUPS, LOW_RANK_GROUPS, Group, Projection, sections_of, share_of
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.feed_forward import Experts, UngatedActivation
+from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -63,6 +63,8 @@ _NORMS = {
     Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
     Norms.AFTER_MLP: ("attention_norm", "mlp_norm", "mlp_out_norm"),
     Norms.PARALLEL: ("attention_norm",),
+    Norms.BEHIND: ("attention_out_norm", "mlp_out_norm"),
+    Norms.BEHIND_MIXER: ("attention_out_norm",),
     Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
 }
 
@@ -217,6 +219,12 @@ class _Layer:
         if spec.attention is not None and (slopes := spec.attention.slopes):
             heads = spec.attention.num_heads
             yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
+        if spec.attention is not None and (difference := spec.attention.difference) is not None:
+            names = (f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
+            yield Slot("difference", tuple(SlotTensor(each, (difference.key_dim,)) for each in names), Keep.PLAIN)
+        if spec.attention is not None and spec.attention.inner_norm:
+            tensor = SlotTensor("self_attn.attn_sub_norm.weight", (spec.attention.out_size,))
+            yield Slot("attention_inner_norm", (tensor,), Keep.NORM)
         yield from self._matrices(Group.SCAN_IN, Group.DECAY_UP, Group.OUTPUT_GATE_UP)
         yield from self._further()
         yield from self._beside()
@@ -232,6 +240,9 @@ class _Layer:
         yield from self._matrices(Group.GATE_UP)
         if spec.dense is not None and spec.dense.activation is UngatedActivation.XIELU:
             yield Slot("xielu", tuple(SlotTensor(f"mlp.act_fn.{each}", (1,)) for each in _XIELU), Keep.FLOAT32)
+        if isinstance(spec.dense, GatedSpec) and spec.dense.inner_norm:
+            tensor = SlotTensor("mlp.ffn_sub_norm.weight", (spec.dense.size,))
+            yield Slot("mlp_inner_norm", (tensor,), Keep.NORM)
         yield from self._matrices(Group.DOWN)
         yield from self._around("mlp_out_norm")
         if spec.beside is not None:

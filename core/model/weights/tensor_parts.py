@@ -21,7 +21,8 @@ _MODEL, LAYER = "model.", "model.layers.{}."
 _TEXT_PART = "language_model."
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_OUTPUTS = "down_proj"
+_MATRICES = ("gate_proj", "up_proj", _OUTPUTS)
 
 #: Of several streams, by number.
 STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
@@ -207,7 +208,8 @@ def _expert_source(
         stored = at + name + (BIASES if kind == "bias" else "")
         if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
             continue
-        place, transposed = order.index(matrix), tensors.transposed and kind == "weight" and stored in names
+        place, is_turned = order.index(matrix), tensors.transposed or (tensors.flat and matrix == _OUTPUTS)
+        transposed = is_turned and kind == "weight" and stored in names
         if tensors.alternates:
             return Source(stored, place, number, len(order), transposed)
         return Source(stored, sum(rows[each] for each in order[:place]), number, transposed=transposed)

@@ -77,6 +77,7 @@ class WeightLoader(Weights):
         super().__init__(config, dtype, shard)
         self.advance = advance
         self._scratch = torch.empty(0, dtype=dtype)
+        self._flat: dict[str, tuple[int, ...]] = {}  # matrices that are a stack's, and the shapes of stacks
         wanted = {source.name for source in sources(config, ()).values()}
         self._checkpoint = open_checkpoint(directory, wanted, config.tensors.joined)
         self._sources = sources(config, self._checkpoint)
@@ -151,6 +152,8 @@ class WeightLoader(Weights):
             rows, *others = shapes[name]
             matrix = (rows // len(numbers), *others)
             shapes[name] = (len(numbers), *(matrix[::-1] if name in transposed else matrix))
+            if self._config.tensors.flat:
+                self._flat[name] = shapes[name]
         if (embed := self._sources[EMBED].name) in shapes:  # rows beyond the head's are not read
             rows, *others = shapes[embed]
             shapes[embed] = (rows + self._config.further_embeddings, *others)
@@ -169,6 +172,8 @@ class WeightLoader(Weights):
 
     def _given(self, name: str) -> tuple[int, ...]:
         """The shape that a tensor must have: one number may have no dimension, and some vectors are matrices."""
+        if (stack := self._flat.get(name)) is not None:
+            return (stack[0] * stack[1], *stack[2:])
         shape, given = self._stored[name], self._checkpoint[name].shape if name in self._checkpoint else None
         if given is None or len(shape) != 1 or math.prod(given) != shape[0]:
             return shape
@@ -351,9 +356,18 @@ class WeightLoader(Weights):
             self._checkpoint.read_into(target, name, part)
         elif source.transposed:
             expert, rows, columns = (*part, slice(None))[:3]
-            target.copy_(self._checkpoint.read(name, (expert, columns, rows))[0].T[::step])
+            target.copy_(self._of_expert(name, (expert, columns, rows)).T[::step])
         else:
-            target.copy_(self._checkpoint.read(name, part)[0, ::step])
+            target.copy_(self._of_expert(name, part)[::step])
+
+    def _of_expert(self, name: str, part: Part) -> torch.Tensor:
+        """A part of an expert's matrix in a stack. part: slices of the expert, and of the stack's rows and columns."""
+        if (stack := self._flat.get(name)) is None:
+            return self._checkpoint.read(name, part)[0]
+        (expert, rows, *columns), length = part, stack[1]
+        start, stop, _ = rows.indices(length)
+        first = expert.start * length
+        return self._checkpoint.read(name, (slice(first + start, first + stop), *columns))
 
     def _rows(self, name: str, source: Source, share: Part) -> Part:
         """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""

@@ -221,6 +221,16 @@ inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
     }
 }
 
+// out = max(gate, 0)² · up; parameters as above
+template <class T>
+inline void relu_squared_and_mul(const float* gate, const float* up, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats g = max(floats(0), load16(gate + i, here));  // this order lets NaN through
+        store16(out + i, g * g * load16(up + i, here), here);
+    }
+}
+
 // x · sigmoid(gate), with one gate of all
 //
 //   x  [n]: changed
@@ -274,7 +284,17 @@ inline void clamped_swiglu(const float* gate, const float* up, int n, float alph
 }
 
 // Of a gate; then those without one.
-enum Activation : int32_t { kSilu, kGelu, kClampedSwiglu, kGeluAlone, kGeluByErf, kReluSquared, kXielu, kRelu };
+enum Activation : int32_t {
+    kSilu,
+    kGelu,
+    kReluSquaredGate,
+    kClampedSwiglu,
+    kGeluAlone,
+    kGeluByErf,
+    kReluSquared,
+    kXielu,
+    kRelu
+};
 
 inline bool is_gated(Activation activation) { return activation < kGeluAlone; }
 
@@ -282,6 +302,7 @@ inline bool is_gated(Activation activation) { return activation < kGeluAlone; }
 template <class T>
 inline void activate(Activation activation, const float* gate, const float* up, int n, T* out) {
     if (activation == kGelu) gelu_and_mul(gate, up, n, out);
+    else if (activation == kReluSquaredGate) relu_squared_and_mul(gate, up, n, out);
     else silu_and_mul(gate, up, n, out);
 }
 

@@ -45,6 +45,9 @@ enum class OpKind : int32_t {
     kCombine,  // MoeOp: what its experts give is added up
     kAddMedia,  // AddMediaOp
     kClip,  // ClipOp
+    kWiden,  // WidenOp
+    kResize,  // ResizeOp
+    kSubtract,  // SubtractOp
 };
 
 inline bool is_of_rows(OpKind kind) { return kind >= OpKind::kNorm; }
@@ -196,6 +199,24 @@ struct AddMediaOp {
 struct ClipOp {
     int32_t x, column, width;
     float limit;
+};
+
+// out = x, in float32, where x is of the type that products read.
+struct WidenOp {
+    int32_t x, width, out;
+};
+
+// Heads of `to` elements in columns of out = heads of `width` elements in columns of x, each cut or with zeros behind it.
+struct ResizeOp {
+    int32_t x, column, heads, width, out, out_column, to;
+    const int32_t* order;  // [heads]: those of x, by number; null: each, in order
+};
+
+// Each of `heads` heads of out = norm(head of x - factor · the head of x as many behind it), heads of `width` elements.
+struct SubtractOp {
+    int32_t x, column, heads, width, out;
+    float factor, eps;
+    const float* weight;  // [width]: of the norm
 };
 
 // out = x + y

@@ -26,6 +26,9 @@ class RowOps {
             case OpKind::kAddMedia: return add_media(step, arguments_of<AddMediaOp>(op), token);
             case OpKind::kSum: return sum(arguments_of<SumOp>(op), token);
             case OpKind::kClip: return clip(arguments_of<ClipOp>(op), token);
+            case OpKind::kWiden: return widen(arguments_of<WidenOp>(op), token);
+            case OpKind::kResize: return resize(arguments_of<ResizeOp>(op), token);
+            case OpKind::kSubtract: return subtract(arguments_of<SubtractOp>(op), token);
             case OpKind::kActivate: return activate(arguments_of<ActivateOp>(op), token);
             case OpKind::kReduce: return reduce(arguments_of<ReduceOp>(op), token);
             case OpKind::kRoute: return experts_.take(token, registers_.rounded(arguments_of<RouteOp>(op).x)[token]);
@@ -87,6 +90,29 @@ class RowOps {
     }
 
     void clip(const ClipOp& op, int token) { clip_each(row(op.x, token) + op.column, op.width, op.limit); }
+
+    void widen(const WidenOp& op, int token) { convert(registers_.rounded(op.x)[token], op.width, row(op.out, token)); }
+
+    void resize(const ResizeOp& op, int token) {
+        const float* x = row(op.x, token) + op.column;
+        const int kept = std::min(op.width, op.to);
+        write(op.out, token, [&](auto* to) {
+            for (int h = 0; h < op.heads; h++) {
+                auto* own = to + op.out_column + h * op.to;
+                convert(x + (op.order ? op.order[h] : h) * op.width, kept, own);
+                for (int i = kept; i < op.to; i += kLanes) store16(own + i, floats(0), head(op.to - i));
+            }
+        });
+    }
+
+    void subtract(const SubtractOp& op, int token) {
+        float* x = row(op.x, token) + op.column;
+        for (int h = 0; h < op.heads; h++) {
+            float* head = x + h * op.width;  // its row is of this op alone
+            add_scaled(head + op.heads * op.width, op.width, -op.factor, head);
+            write(op.out, token, [&](auto* to) { rms_norm(head, op.weight, op.width, op.eps, to + h * op.width); });
+        }
+    }
 
     void activate(const ActivateOp& op, int token) {
         const float* x = row(op.x, token);

@@ -42,11 +42,12 @@ def dora(family: str) -> Subject:
     return of_family(f"{family}: DoRA", family, partial(make_tiny, family, use_dora=True, **more))
 
 
-def all_linear(family: str, why_unmerged: str, **arguments: Any) -> Subject:
-    """A family's row with an adapter on what PEFT's "all-linear" reaches."""
+def all_linear(family: str, why_unmerged: str = "", **arguments: Any) -> Subject:
+    """A family's row with an adapter on what PEFT's "all-linear" reaches. why_unmerged: empty: it can be merged."""
     make = partial(make_all_linear, family, **arguments)
+    refused = {MERGING: why_unmerged} if why_unmerged else {}
     name = f"{family}: all-linear{' with DoRA' * arguments.get('use_dora', False)}"
-    return of_family(name, family, make, ("all", None), "all", refused={MERGING: why_unmerged})
+    return of_family(name, family, make, ("all", None), "all", refused=refused)
 
 
 def experts(family: str) -> Subject:
@@ -71,5 +72,7 @@ ADAPTER_ROWS = [
     all_linear("gemma-3n-biased", "linear_left", **STREAMS),
     all_linear("gemma-3n", "linear_left", exclude_modules=r".*(altup|per_layer_model_projection).*", use_dora=True),
     all_linear("kimi-linear", "parts of a mixture of experts"),
+    all_linear("mimo-v2-flash"),
+    all_linear("dbrx", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]

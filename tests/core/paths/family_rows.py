@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..tiny_families import EVERY, make_tiny
-from .path import TORCH_BITS
+from .path import RANKS, TORCH_BITS
 from .subject import Subject
 
 #: States of mixtures are not compared in bfloat16.
@@ -26,6 +26,8 @@ HYBRID_MIXTURES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"untold": ROUTED} for name in HYBRID_MIXTURES},
     "kimi-linear": {"untold": SUMS_OF_LATENTS, "changes": {"mlp_layer_types": ["dense"] * 4}},
+    **{name: {"refused": {RANKS: "norms inside of attention"}} for name in ("bitnet", "bitnet-biased")},
+    **{name: {"refused": {RANKS: "heads are subtracted"}} for name in ("diffllama", "diffllama-biased")},
     "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
 }
 

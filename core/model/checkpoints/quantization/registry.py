@@ -28,6 +28,11 @@ FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {
     "mxfp4": Mxfp4,
 }
 
+#: Formats that are refused, each with the reason that the error names.
+UNSERVED = {
+    "bitnet": "it rounds what goes into products to 8 bits, and weights to -1, 0 and 1",
+}
+
 #: Files that describe the weights where config.json does not, as older tools and ModelOpt write them.
 FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
 
@@ -40,9 +45,10 @@ def read_format(config: ConfigJson) -> WeightFormat | None:
     fields = fields or _read_beside(config.path.parent)
     if fields is None:
         return None
-    make = FORMATS.get(fields.text("quant_method", _older_method(fields)))
+    make = FORMATS.get(method := fields.text("quant_method", _older_method(fields)))
     if make is None:
-        why = f"not supported; supported: {', '.join(FORMATS)}; or use the original checkpoint"
+        why = UNSERVED.get(method, "not supported")
+        why = f"{why}; supported: {', '.join(FORMATS)}; or use the original checkpoint"
         raise fields.refuse("quant_method", why)
     return make(fields)
 

@@ -9,7 +9,7 @@ import pytest
 
 from chorus.core.model.program.native_buffers import NoNativeOp
 from chorus.core.model.program.native_ops import NativeProgram
-from chorus.core.model.specs.attention import AttentionSpec, OutputGate
+from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing
 from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import Norms, NormSpec
@@ -99,6 +99,19 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, feed_forward=None), "Norm Gemm Attend Gemm"),
         (replace(LAYER, mixer=None), "Norm GateUp Gemm"),
         (replace(LAYER, media_part=2), "Norm Gemm Attend Gemm Norm GateUp Gemm AddMedia"),
+        (replace(LAYER, norms=Norms.BEHIND), "Copy Gemm Attend Gemm Norm Copy Copy GateUp Gemm Norm Copy"),
+        (
+            replace(LAYER, mixer=replace(MIXER, inner_norm=True), feed_forward=GatedSpec(80, inner_norm=True)),
+            "Norm Gemm Attend Widen Norm Gemm Norm GateUp Widen Norm Gemm",
+        ),
+        (
+            replace(LAYER, mixer=replace(MIXER, value_dim=8, value_factor=0.7)),
+            "Norm Gemm Scale Copy Resize Attend Widen Resize Gemm Norm GateUp Gemm",
+        ),
+        (
+            replace(LAYER, mixer=replace(MIXER, value_dim=8, difference=DifferenceSpec(0.2, 8))),
+            "Norm Gemm Resize Resize Copy Copy Attend Widen Subtract Gemm Norm GateUp Gemm",
+        ),
     ],
 )
 def test_layers_of_other_forms(layer, expected):

@@ -160,6 +160,7 @@ OWN_SHAPES = {
     "PersimmonForCausalLM": {"num_attention_heads": 16},
     "Mistral4ForCausalLM": {"num_key_value_heads": 64},
     "Mamba2ForCausalLM": {"num_heads": 8},
+    "BitNetForCausalLM": {"num_attention_heads": 20, "hidden_size": 240},
 }
 
 
