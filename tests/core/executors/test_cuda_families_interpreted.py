@@ -192,19 +192,6 @@ def test_latents(tiny, drive, triton, mixed_graph_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
-@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
-def test_indexers(tiny, drive, family, mixed_graph_tokens):
-    """PyTorch's operators choose tokens and attend to them: between captured pieces, and in eager steps."""
-    it = tiny(family)
-    driver = drive(it, ["r3-all", "r8-qv"], mixed_graph_tokens=mixed_graph_tokens)
-    check(it, driver, (None, 30, 4), ("r3-all", 17, 5), ("r8-qv", 20, 3), (None, 5, 4))
-    executor = driver.engine.executor.inner
-    assert {captured.form.part.name for captured in executor.captured} <= {"PIECES"}
-    assert bool(executor.captured) == bool(mixed_graph_tokens)
-
-
-@pytest.mark.slow
 def test_latents_in_merged_steps(tiny, drive, triton):
     it = tiny("deepseek-v3")
     driver = drive(it, ["r3-all", "r8-qv"])
