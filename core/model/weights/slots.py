@@ -213,18 +213,8 @@ class _Layer:
                 ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
                 yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
         yield from self._matrices(Group.QUERY_UP, Group.KV_UP)
-        if spec.attention is not None and spec.attention.sinks:
-            heads = spec.attention.num_heads
-            yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), Keep.PLAIN)
-        if spec.attention is not None and (slopes := spec.attention.slopes):
-            heads = spec.attention.num_heads
-            yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
-        if spec.attention is not None and (difference := spec.attention.difference) is not None:
-            names = (f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
-            yield Slot("difference", tuple(SlotTensor(each, (difference.key_dim,)) for each in names), Keep.PLAIN)
-        if spec.attention is not None and spec.attention.inner_norm:
-            tensor = SlotTensor("self_attn.attn_sub_norm.weight", (spec.attention.out_size,))
-            yield Slot("attention_inner_norm", (tensor,), Keep.NORM)
+        if spec.attention is not None:
+            yield from _of_attention(spec.attention)
         yield from self._matrices(Group.SCAN_IN, Group.DECAY_UP, Group.OUTPUT_GATE_UP)
         yield from self._further()
         yield from self._beside()
@@ -354,6 +344,22 @@ class _Layer:
         tensors = tuple(make(each.of_expert(number)) for number in range(count) for each in own)
         first_rank = is_bias and own[0].is_row_parallel
         return Slot(f"{EXPERTS}.{name}", tensors, keep, None if is_bias else group, first_rank, count=count)
+
+
+def _of_attention(mixer: AttentionSpec) -> Iterator[Slot]:
+    """What attention has beside matrices and what is done to heads."""
+    heads = mixer.num_heads
+    if mixer.sinks:
+        yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), Keep.PLAIN)
+    if slopes := mixer.slopes:
+        yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
+    if (difference := mixer.difference) is not None:
+        names = (f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
+        yield Slot("difference", tuple(SlotTensor(each, (difference.key_dim,)) for each in names), Keep.PLAIN)
+    if mixer.inner_norm:
+        yield Slot(
+            "attention_inner_norm", (SlotTensor("self_attn.attn_sub_norm.weight", (mixer.out_size,)),), Keep.NORM
+        )
 
 
 def _of_recurrent(mixer: RecurrentSpec) -> Iterator[Slot]:

@@ -45,9 +45,9 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
         assert torch.equal(mixer.rope.inverse_frequencies(), frequencies)
         assert (mixer.window, mixer.sinks) == ((base.config.sliding_window, True) if mixer.sinks else (None, False))
         assert mixer.sinks == (kind == "sliding_attention") == (attention.sinks is not None)
-        assert (mixer.num_kv_heads * mixer.value_dim, mixer.value_factor) == (
-            attention.v_proj.weight.shape[0], attention.v_scale
-        )  # fmt: skip
+        assert mixer.value_dim is not None
+        values = mixer.num_kv_heads * mixer.value_dim
+        assert (values, mixer.value_factor) == (attention.v_proj.weight.shape[0], attention.v_scale)
 
 
 def test_a_family_without_fields_has_the_defaults_of_transformers(model):
