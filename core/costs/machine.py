@@ -164,7 +164,7 @@ def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
         intermediate_size=model.intermediate_size,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        head_dim=model.kv_shape.head_dim,
         vocab_size=model.vocab_size,
         max_model_len=executor.model.max_model_len,
         itemsize=executor.layout.itemsize,

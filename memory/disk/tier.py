@@ -36,6 +36,9 @@ CLOSE_SECONDS = 30.0
 
 READERS = 2
 
+TURN_BLOCKS = 16
+"""Blocks of a run that a thread reads before other runs have their turn."""
+
 
 class FileEvents(Protocol):
     """Is told which blocks are in files."""
@@ -85,11 +88,10 @@ class ReadAhead:
     wanted_by: list[Callable[[], bool]]
     """Each returns False once its request has ended: then the adapter's version may be gone."""
     num_reserved: int
-    begun: float
     found: dict[int, SealedBlock] = field(default_factory=dict)
     """What was read, by its index, until it is taken in."""
     futures: list[Future[None]] = field(default_factory=list)
-    """Of the threads that read it, each the next block that none has begun."""
+    """Of calls that read it, a few blocks each, of those that none has begun."""
     indices: Iterator[int] = field(default_factory=itertools.count)
     end: int = 1 << 62
     """The index of the first block that could not be read."""
@@ -97,15 +99,15 @@ class ReadAhead:
     has_ended: bool = False
     num_pages: int = 0
     seconds: float = 0.0
-    """From the beginning to the last block that was read. A step may notice the end much later."""
+    """That threads took to read it. A step may notice the end much later."""
 
     def __post_init__(self) -> None:
         self.end = len(self.files)
 
     @property
-    def is_whole(self) -> bool:
-        """True if nothing more can come of it."""
-        return self.num_taken >= self.end or all(future.done() for future in self.futures)
+    def is_over(self) -> bool:
+        """True if all was taken in, or nothing more is wanted."""
+        return self.has_ended or self.num_taken >= self.end
 
 
 @dataclass(eq=False)
@@ -129,6 +131,8 @@ class DiskTier:
     """Called when a read has ended, from its thread."""
     close_seconds: float = CLOSE_SECONDS
     """The most seconds that `close` waits for the disk."""
+    turn_blocks: int = TURN_BLOCKS
+    """See `TURN_BLOCKS`."""
 
     def __post_init__(self) -> None:
         self.writer = BlockWriter(self.folder, self.pages.bytes_of, self.page_bytes, self.budget.capacity_bytes)
@@ -136,6 +140,8 @@ class DiskTier:
         self._lock = threading.Lock()
         self._events: FileEvents | None = None
         self._jobs: dict[str, ReadAhead] = {}
+        self._late: list[Future[None]] = []
+        """Of calls that go on though their run is over."""
         self._reserved_bytes = 0
         self.is_closed = False
         self.num_hit_tokens = 0
@@ -225,11 +231,10 @@ class DiskTier:
             block.written = len(groups) + has_state
 
     def _write(self, block: Block, sealed: SealedBlock) -> bool:
-        """Write a block soon; False if it is not known where."""
+        """Write a block soon; False if it is not known where, or can't be."""
         if (file := self.file_of(block)) is None:
             return False
-        self.writer.add(file, sealed, self._teller(block))
-        return True
+        return self.writer.add(file, sealed, self._teller(block))
 
     def wait(self, timeout: float = CLOSE_SECONDS) -> None:
         """Wait until what was given to be written or removed has been."""
@@ -271,7 +276,7 @@ class DiskTier:
             return None
         now = self.clock()
         parent = known[-1] if known else None
-        job = ReadAhead(version, scope, changed_from, runs, files, parent, now + seconds, [is_wanted], num_bytes, now)
+        job = ReadAhead(version, scope, changed_from, runs, files, parent, now + seconds, [is_wanted], num_bytes)
         try:
             for _ in files[:READERS]:
                 job.futures.append(self._readers.submit(self._read, job))
@@ -316,19 +321,34 @@ class DiskTier:
         return files, runs
 
     def _read(self, job: ReadAhead) -> None:
-        """Read blocks until one is missing; runs on reading threads, which take turns."""
+        """Read some blocks, until one is missing, and have the rest read in another turn; runs on reading threads."""
         try:
-            for at in job.indices:
-                if at >= job.end or job.has_ended:
+            while True:
+                for at in itertools.islice(job.indices, self.turn_blocks):
+                    if at >= job.end or job.has_ended or not self._read_block(job, at):
+                        return
+                try:
+                    job.futures.append(self._readers.submit(self._read, job))
                     return
-                if (found := self.folder.read(job.files[at], self._make)) is None:
-                    with self._lock:
-                        job.end = min(job.end, at)
-                    return
-                job.found[at] = found
-                job.seconds = max(job.seconds, self.clock() - job.begun)
+                except Exception as error:  # too many runs wait: this one goes on
+                    logger.debug("a run of cached blocks has no other turn: %s", error)
         finally:
             self.wake()
+
+    def _read_block(self, job: ReadAhead, at: int) -> bool:
+        """Read one block; False, and the run ends before it, if there is none."""
+        began, found = self.clock(), None
+        try:
+            found = self.folder.read(job.files[at], self._make)
+        finally:
+            with self._lock:
+                if found is None:
+                    job.end = min(job.end, at)
+                else:
+                    job.found[at] = found
+                    job.num_pages += len(found.pages)
+                    job.seconds += max(0.0, self.clock() - began)
+        return found is not None
 
     def _make(self) -> tuple[Any, memoryview]:
         image = self.pages.new_image()
@@ -343,21 +363,25 @@ class DiskTier:
         """True while reads are in flight."""
         return bool(self._jobs)
 
+    def _futures(self) -> list[Future[None]]:
+        return [future for job in self._jobs.values() for future in job.futures]
+
     @property
     def reads(self) -> list[Future[None]]:
-        """The reads in flight."""
-        return [future for job in self._jobs.values() for future in job.futures]
+        """The reads in flight that are worth waiting for."""
+        return [future for job in self._jobs.values() if self.is_coming(job) for future in job.futures]
 
     def advance(self) -> None:
         """Take in what was read; called between steps."""
         for key, job in list(self._jobs.items()):
-            is_done = job.is_whole  # asked first: what it found is there then
-            while not job.has_ended and job.num_taken < job.end and job.num_taken in job.found:
+            is_read = all(future.done() for future in job.futures)  # asked first: what was found is there then
+            while not job.is_over and job.num_taken in job.found:
                 self._take_in(job, job.found.pop(job.num_taken))
-            if not (is_done or job.is_whole):
+            if not (is_read or job.is_over):
                 continue
             del self._jobs[key]
             job.has_ended = True
+            self._late = [future for future in (*self._late, *job.futures) if not future.done()]
             self._reserved_bytes -= job.num_reserved
             self.read_seconds += job.seconds
             if job.num_pages:
@@ -367,7 +391,6 @@ class DiskTier:
         """Add a block that was read to the cache, with images alone."""
         at = job.num_taken
         job.num_taken += 1
-        job.num_pages += len(found.pages)
         size = len(found.pages) * self.page_bytes
         job.num_reserved -= min(size, job.num_reserved)
         self._reserved_bytes -= min(size, self._reserved_bytes)
@@ -444,7 +467,7 @@ class DiskTier:
             self.writer.let_write()
         self.writer.pool.shutdown()
         self._readers.shutdown()
-        if not self.writer.is_writing and all(future.done() for future in self.reads):
+        if not self.writer.is_writing and all(future.done() for future in (*self._late, *self._futures())):
             self.folder.close()  # else a thread that hangs still has it
 
     def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:

@@ -58,33 +58,37 @@ class BlockWriter:
         self._lock = threading.Lock()
         self._queue: deque[tuple[BlockFile, SealedBlock, Callable[[], None]]] = deque()
         self._writing: Future[None] | None = None
+        self.is_writing = False
+        """Set and unset under the lock, so that no block waits while nothing is written."""
         self._removed: set[str] = set()
 
     def has_room(self, num_pages: int) -> bool:
         """True if a block of so many pages may wait beside the others."""
         return self.num_bytes + num_pages * self._page_bytes <= self._most_bytes
 
-    def add(self, file: BlockFile, block: SealedBlock, tell: Callable[[], None]) -> None:
-        """Write a block soon. tell: called once it is in its file."""
+    def add(self, file: BlockFile, block: SealedBlock, tell: Callable[[], None]) -> bool:
+        """Write a block soon; False if there is no thread. tell: called once it is in its file."""
         with self._lock:
             self._queue.append((file, block, tell))
             self.num_bytes += len(block.pages) * self._page_bytes
-            starts = self._writing is None or self._writing.done()
+            starts, self.is_writing = not self.is_writing, True
         if starts:
             try:
                 self._writing = self.pool.submit(self.write_all)
-            except Exception as error:  # no thread
+            except Exception as error:
                 logger.warning("cached KV is not written: %s", error)
                 with self._lock:
                     self._queue.clear()
-                    self.num_bytes = 0
+                    self.num_bytes, self.is_writing = 0, False
+                return False
+        return True
 
     def write_all(self) -> None:
         """Write what waits; runs on the writing thread."""
         while True:
             with self._lock:
                 if not self._queue:
-                    self._writing = None
+                    self.is_writing = False
                     return
                 file, block, tell = self._queue.popleft()
                 is_removed = any(is_of(file.owner, content) for content in self._removed)
@@ -127,11 +131,6 @@ class BlockWriter:
         if (writing := self._writing) is not None:
             writing.result(timeout)
         self.pool.submit(lambda: None).result(timeout)
-
-    @property
-    def is_writing(self) -> bool:
-        writing = self._writing
-        return writing is not None and not writing.done()
 
     @property
     def is_half_full(self) -> bool:

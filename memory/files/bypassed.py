@@ -1,7 +1,8 @@
 """Modules past whose adapters transformers computes: it multiplies by their weight, where PEFT's layer is never called.
 
 Mamba 1 has one, `dt_proj`. Training leaves B of such a module at the zeros that it begins with, and the adapter is
-served without it. Other values would change nothing in transformers, and the model once the adapter is merged.
+served without it. Other values would change nothing in transformers, and the model once the adapter is merged. Only
+quantised Jamba and Falcon-Mamba call PEFT's layer there: adapters trained on them may have other values, and are refused.
 
 Tests: tests/memory/files/test_bypassed.py
 """
@@ -65,6 +66,7 @@ def _lora_parts(vector: VectorTarget) -> tuple[bool, ...]:
 
 def _why(module: str) -> str:
     return (
-        f"transformers multiplies by the weight of {module} itself, past PEFT's layer around it: what an adapter has "
-        f"there changes nothing but merged weights. Train without {module} in target_modules"
+        f"transformers multiplies by the weight of {module} itself, past PEFT's layer around it, unless Jamba or "
+        "Falcon-Mamba are quantised: what an adapter has there changes nothing but merged weights. Train without "
+        f"{module} in target_modules"
     )

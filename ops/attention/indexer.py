@@ -22,8 +22,11 @@ def chosen_places(
     seen: `[rows, tokens, places]`, or of one token for all. Returns `[rows, tokens, top_k]` int64.
     """
     rows, tokens, heads, dim = q.shape
-    most = max(1, attention.MOST_SCORES // (rows * heads * keys.shape[1]))
-    if tokens > most:
+    most = max(1, attention.MOST_SCORES // (heads * keys.shape[1]))
+    if rows > most:
+        each = zip(*(part.split(most) for part in (q, weights, keys, seen)), strict=True)
+        return torch.cat([chosen_places(*own, top_k) for own in each])
+    if tokens > (most := max(1, most // rows)):
         seen = seen.expand(-1, tokens, -1)
         parts = zip(q.split(most, dim=1), weights.split(most, dim=1), seen.split(most, dim=1), strict=True)
         return torch.cat([chosen_places(*own[:2], keys, own[2], top_k) for own in parts], dim=1)

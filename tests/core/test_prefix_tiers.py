@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from chorus.core import kv_identity
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.memory.adapters.composition import Composition
+from chorus.memory.disk import tier
 from chorus.memory.disk.keys import BlockKeys
 from chorus.memory.disk.tier import DiskTier
 from chorus.memory.files.identity import with_content
@@ -345,6 +347,7 @@ def test_a_read_costs_what_its_thread_took_however_late_a_step_notices(disk_serv
     first = disk_server()
     ask(first, 0, None, PROMPT)
     stop(first)
+    monkeypatch.setattr(tier, "READERS", 1)  # else a read's time has another's in it, by this clock
     second, measured, now = disk_server(), [], [0.0]
     disk = second.engine.disk
     read, advance = disk.folder.read, disk.advance
@@ -410,6 +413,81 @@ def test_a_run_ends_at_its_first_missing_block_whatever_was_read_after_it(disk_s
     monkeypatch.setattr(second.engine.disk, "read_ahead", note)
     monkeypatch.setattr(folder, "read", read_or_not)
     assert ask(second, 0, None, PROMPT)[1] == 20
+
+
+def test_a_short_run_does_not_wait_for_the_end_of_a_long_one(disk_server, monkeypatch):
+    """A run of thousands of blocks had taken all reading threads until its end."""
+    first, other = disk_server(), prompts_of(seed=6)[0]
+    for prompt in (PROMPT, other):
+        ask(first, 0, None, prompt)
+    stop(first)
+    second, order = disk_server(), []
+    disk, go, jobs = second.engine.disk, threading.Event(), []
+    read, read_ahead = disk.folder.read, disk.read_ahead
+    disk.turn_blocks = 2
+
+    def note(*args):
+        jobs.append(read_ahead(*args))
+        if len(jobs) == 2:
+            go.set()
+        return jobs[-1]
+
+    def read_noted(file, make):
+        assert go.wait(10)
+        order.append(next(at for at, job in enumerate(jobs) if file in job.files))
+        return read(file, make)
+
+    monkeypatch.setattr(disk, "read_ahead", note)
+    monkeypatch.setattr(disk.folder, "read", read_noted)
+    for prompt in (PROMPT, other):
+        second.add(f"{len(jobs)}", None, prompt, max_tokens=4)
+    second.drain()
+    assert order.index(1) < len(order) - 1 - order[::-1].index(0), "the first run goes on after the other began"
+    assert [answer.num_cached_tokens for answer in second.answers.values()] == [48, 48]
+
+
+def test_what_a_page_of_a_file_costs_counts_all_that_was_read(disk_server, monkeypatch):
+    """A request that ended while its blocks were read had made files hundreds of times dearer than they are."""
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    monkeypatch.setattr(tier, "READERS", 1)
+    second, measured, now = disk_server(), [], [0.0]
+    disk = second.engine.disk
+    read, wanted = disk.folder.read, [True]
+
+    def slow_read(file, make):
+        now[0] += 1.0
+        return read(file, make)
+
+    monkeypatch.setattr(disk, "clock", lambda: now[0])
+    monkeypatch.setattr(disk.folder, "read", slow_read)
+    monkeypatch.setattr(RestoreCosts, "observe", lambda self, name, seconds: measured.append((name, seconds)))
+    job = disk.read_ahead(0, PROMPT, ("", ""), 0, 4, lambda: wanted[0])
+    assert job is not None
+    while not all(future.done() for future in job.futures):
+        time.sleep(0.01)
+    wanted[0] = False
+    disk.advance()
+    assert measured == [("disk_prefix_page", 1.0)] and disk.read_seconds == 12.0
+
+
+def test_a_run_that_can_t_be_read_on_ends_where_it_failed(disk_server, monkeypatch):
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    second, asked = disk_server(), []
+    read = second.engine.disk.folder.read
+
+    def read_or_fail(file, make):
+        asked.append(file)
+        if len(asked) == 4:
+            raise MemoryError("no room for an image")
+        return read(file, make)
+
+    monkeypatch.setattr(second.engine.disk.folder, "read", read_or_fail)
+    assert ask(second, 0, None, PROMPT)[1] in (8, 12)  # the other thread may be one block ahead
+    assert len(asked) < 8
 
 
 def test_a_step_that_only_waits_for_files_sleeps_until_they_are_there(disk_server, monkeypatch):

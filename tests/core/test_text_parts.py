@@ -304,7 +304,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "Apertus1p5ForConditionalGeneration": (
         "Apertus1p5Config",
-        {"vocab_size": 170, "output_vocab_size": 140, "pad_token_id": 0},
+        {"vocab_size": 170, "output_vocab_size": 155, "pad_token_id": 0},
         {"codebook_size": 16, "embed_dim": 32, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1],
          "num_res_blocks": 1, "resolution": 32},
     ),

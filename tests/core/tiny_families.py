@@ -82,7 +82,7 @@ LATENT = {
 }
 
 #: An indexer that chooses among the tokens of tests' prompts. With few heads, many scores would be 0, and so equal.
-INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 8}
+INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
 
 #: Families that transformers computes, and saves, by another family's class, which their checkpoints do not name.
 BY_ANOTHER = {

@@ -196,7 +196,7 @@ class FilesInVirtualTime:
         self.num_foreign_bytes = 0
         """Bytes that no server wrote."""
         self._calls = disk.folder.files = FaultyDisk(clock, rng, reached, rng.choice([0.0, 0.0, 0.02, 0.2]))
-        disk.close_seconds = 0.01
+        disk.close_seconds, disk.turn_blocks = 0.01, rng.choice([1, 2, 16])
         # else it reads, and copies, hardly ever
         disk.costs = RestoreCosts(prefix_page=rng.choice([1e-3, 0.05, 1.0]), disk_prefix_page=0.0)
         if rng.random() < 0.7:

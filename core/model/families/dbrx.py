@@ -30,9 +30,12 @@ def _read(fields: ConfigJson) -> ModelConfig:
     feed_forward = fields.object("ffn_config") or fields.part("ffn_config", {})
     if fields.boolean("tie_word_embeddings"):
         raise fields.refuse("tie_word_embeddings", "transformers refuses it for this family; only false is supported")
-    fields = gpt_2.alone(reading.renamed(fields, _NAMES))
+    named = reading.renamed(fields, _NAMES)
+    fields, given = gpt_2.alone(named), named.optional("head_dim")
     kv_heads = attention_fields.integer("kv_n_heads", 1)
     heads = reading.heads(fields.with_values({"num_key_value_heads": kv_heads}))
+    if given not in (None, heads.head_dim):
+        raise named.refuse("head_dim", f"transformers rotates so many elements, and a head has {heads.head_dim}")
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,

@@ -48,6 +48,8 @@ def _read_vl(fields: ConfigJson) -> ModelConfig:
     """As `_read`; ropes have sections, and older checkpoints name them, and their type, in other words."""
     scaling = rotary.rope_fields(fields)
     kind = rotary.rope_type_of(scaling)
+    if scaling.is_missing("mrope_section") and scaling.is_missing("xdrope_section"):
+        raise scaling.refuse("mrope_section", "transformers fails without the sections of this family's positions")
     if kind == "xdrope":
         own = {**{name: value for name, value in scaling.raw.items() if name != "type"}, "rope_type": "dynamic"}
         fields = fields.without("rope_scaling").with_values({"rope_parameters": own})

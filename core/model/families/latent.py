@@ -83,7 +83,9 @@ def indexed(fields: ConfigJson, *, interleaved: bool, kinds: list[str] | None = 
     if fields.is_null("q_lora_rank"):
         raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
     own, count = attention(fields, interleaved=True), fields.integer("num_hidden_layers")
-    if unknown := [kind for kind in fields.texts("layer_types") if kind not in _INDEXED]:
+    if (types := fields.texts("layer_types")) and len(types) != count:
+        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    if unknown := [kind for kind in types if kind not in _INDEXED]:
         raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(_INDEXED)}")
     assert own.rope is not None and own.latent is not None, "`attention` rotates latents here"
     size = fields.integer("index_head_dim")

@@ -72,8 +72,8 @@ def test_a_program_says_what_the_indexer_does(tmp_path):
     text = "\n".join(program_lines(config_of(tmp_path, V32)))
     assert "q_b_proj, wq_b" in text
     assert "q_a_proj, kv_a_proj_with_mqa, wk, weights_proj" in text
-    assert "iq, iw ← index qh[-128:] in[-24:-8] in[-8:]  " in text
-    assert "8 heads of 16, rotated by a yarn rope of base 10000; writes a key for all heads" in text
+    assert "iq, iw ← index qh[-256:] in[-32:-16] in[-16:]  " in text
+    assert "16 heads of 16, rotated by a yarn rope of base 10000; writes a key for all heads" in text
     assert "chosen ← choose iq iw" in text
     assert "12 tokens by the scores of all heads" in text
     assert "sees the 12 tokens that were chosen" in text

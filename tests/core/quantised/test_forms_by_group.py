@@ -27,7 +27,7 @@ from ..tiny_families import NO_OUT_PROJ, load_peft, save_family, train_vectors, 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 #: Together they have every group.
-FAMILIES = ("llama-biased", "deepseek-v3", "kimi-linear", "falcon-h1", "gemma-3n", "qwen3.5-moe")
+FAMILIES = ("llama-biased", "deepseek-v3", "kimi-linear", "falcon-h1", "gemma-3n", "qwen3.5-moe", "falcon-mamba")
 
 INVOCATION = [7, 9]
 
@@ -94,7 +94,8 @@ def groups_of(family: str) -> dict[Group, tuple[str, ...]]:
     found: dict[Group, dict[str, None]] = {}
     for layer in range(modules.projections.num_layers):
         for path, names in modules.in_layer(layer).items():
-            if path.endswith("out_proj") and family.startswith(NO_OUT_PROJ):
+            is_refused = path.endswith("out_proj") and family.startswith(NO_OUT_PROJ)
+            if is_refused or modules.projections[names[0]].is_bypassed:
                 continue
             found.setdefault(modules.projections[names[0]].group, {})[f"layers.{layer}.{path}"] = None
     for projection in modules.projections.model:

@@ -17,7 +17,7 @@ from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, GatedSpec, UngatedActivation, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec
-from chorus.core.model.specs.norms import NormKind, Norms, NormSpec
+from chorus.core.model.specs.norms import BEHIND, NormKind, Norms, NormSpec
 from chorus.core.model.specs.positions import PositionTable
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
@@ -305,14 +305,14 @@ class Model:
 
     def _layer(self, q: int, kv: int) -> Weights:
         kind, hidden, ffn = self.kind, self.kind.hidden, self.kind.ffn
-        before = kind.norms is not Norms.AFTER
-        after = kind.norms in (Norms.AFTER, Norms.AROUND)
+        before = kind.norms is not Norms.AFTER and kind.norms not in BEHIND
+        after = kind.norms in (Norms.AFTER, Norms.AROUND, Norms.BEHIND)
         every = kind.head_norm in (HeadNorm.ALL, HeadNorm.OWN)
         inputs = sum(each.outputs for each in self.table.layers[0] if each.group is Group.MIXER_IN)
         own, up = kind.head_norm not in (None, HeadNorm.BARE), ffn * (1 + kind.is_gated)
         return Weights(
             self._norm(before),
-            self._norm(after),
+            self._norm(after or kind.norms is Norms.BEHIND_MIXER),
             self._norm(before and kind.norms is not Norms.PARALLEL),
             self._norm(after or kind.norms is Norms.AFTER_MLP),
             self._matrix(inputs, hidden, 1.5 * hidden**-0.5),
@@ -475,6 +475,12 @@ class _Layer:
             case Norms.PARALLEL_APART:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(self.norm(x, weights.mlp_norm))
+            case Norms.BEHIND:
+                x = self.norm(x + factor * self.mix(x), weights.attention_out_norm)
+                return self.norm(x + factor * self.feed(x), weights.mlp_out_norm)
+            case Norms.BEHIND_MIXER:
+                x = self.norm(x + factor * self.mix(x), weights.attention_out_norm)
+                return x + factor * self.feed(x)
         raise AssertionError(self.spec.norms)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -593,6 +599,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: torch.nn.functional.silu,
     Activation.GELU_TANH: _gelu_tanh,
+    Activation.RELU_SQUARED: lambda x: x.relu().square(),
 }
 UNGATED: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     UngatedActivation.GELU_TANH: _gelu_tanh,
