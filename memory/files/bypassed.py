@@ -2,7 +2,8 @@
 
 Mamba 1 has one, `dt_proj`. Training leaves B of such a module at the zeros that it begins with, and the adapter is
 served without it. Other values would change nothing in transformers, and the model once the adapter is merged. Only
-quantised Jamba and Falcon-Mamba call PEFT's layer there: adapters trained on them may have other values, and are refused.
+quantised Jamba and Falcon-Mamba call PEFT's layer there: adapters trained on them may have other values, and are
+refused.
 
 Tests: tests/memory/files/test_bypassed.py
 """

@@ -24,12 +24,12 @@ def chosen_places(
     rows, tokens, heads, dim = q.shape
     most = max(1, attention.MOST_SCORES // (heads * keys.shape[1]))
     if rows > most:
-        each = zip(*(part.split(most) for part in (q, weights, keys, seen)), strict=True)
-        return torch.cat([chosen_places(*own, top_k) for own in each])
+        parts = zip(q.split(most), weights.split(most), keys.split(most), seen.split(most), strict=True)
+        return torch.cat([chosen_places(*own, top_k) for own in parts])
     if tokens > (most := max(1, most // rows)):
         seen = seen.expand(-1, tokens, -1)
-        parts = zip(q.split(most, dim=1), weights.split(most, dim=1), seen.split(most, dim=1), strict=True)
-        return torch.cat([chosen_places(*own[:2], keys, own[2], top_k) for own in parts], dim=1)
+        of_tokens = zip(q.split(most, dim=1), weights.split(most, dim=1), seen.split(most, dim=1), strict=True)
+        return torch.cat([chosen_places(*own[:2], keys, own[2], top_k) for own in of_tokens], dim=1)
     # the queries of all heads are rows of one product
     products = q.float().reshape(rows, tokens * heads, dim) @ keys.float().transpose(1, 2)
     products = products.mul_(dim**-0.5).relu_().view(rows, tokens, heads, -1)
