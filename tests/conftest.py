@@ -165,16 +165,19 @@ def pytest_make_collect_report(
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests, those of GPU kernels but for a sample, and most cases of `wide` tests, unless they are
-    named, by themselves or by a marker. Where the native library is there, leave out those that compare numbers of
-    PyTorch's operators, too: `make plain` runs them without it. Long tests come first, so that none is left alone at
-    the end. A test that compares numbers is `native` where its kernels are, so that those which another level of
-    instructions may change are told apart. Of these, one with a parameter `level` runs at all `levels` in any session.
+    named, by themselves or by a marker; a share that the environment says is drawn of named ones, too. Where the native
+    library is there, leave out those that compare numbers of PyTorch's operators, too: `make plain` runs them without
+    it. Long tests come first, so that none is left alone at the end. A test that compares numbers is `native` where its
+    kernels are, so that those which another level of instructions may change are told apart. Of these, one with a
+    parameter `level` runs at all `levels` in any session.
     """
     if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
     left_out = _beyond_pairs(items)
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+    is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
+    if is_plain:
         left_out |= {item for item in items if _is_left_out(item)}
+    if is_plain or "CHORUS_TEST_SHARE" in os.environ:
         rest = [item for item in items if item not in left_out]
         left_out |= beyond_share(rest, chosen_share(), os.environ[SEED])
     config.hook.pytest_deselected(items=left_out)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -133,6 +136,21 @@ def test_the_environment_sets_the_share(monkeypatch, value, wanted):
     if value is not None:
         monkeypatch.setenv("CHORUS_TEST_SHARE", value)
     assert chosen_share() == wanted
+
+
+@pytest.mark.parametrize("value", [None, "1", "4"])
+def test_a_share_that_is_said_is_drawn_of_named_files_too(value):
+    path = HERE / "memory/files/methods/test_methods.py"
+    environment = {name: each for name, each in os.environ.items() if name != "CHORUS_TEST_SHARE"}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", str(path)]
+    said = subprocess.run(
+        command,
+        env=environment | ({} if value is None else {"CHORUS_TEST_SHARE": value}),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert ("deselected" in said.stdout) == (value == "4")
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "2.5", "half", ""])

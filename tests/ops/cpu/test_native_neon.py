@@ -32,6 +32,7 @@ def output(folder: Path, compiler: list[str], simd: str, emulator: list[str]) ->
 
 @pytest.mark.integration
 @pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     not shutil.which("aarch64-linux-gnu-g++") or not shutil.which("qemu-aarch64"),
