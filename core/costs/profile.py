@@ -188,7 +188,7 @@ class Geometry(_Strict):
 
     @property
     def _kv_shapes(self) -> tuple[KvShape, ...]:
-        """Of each layer with KV, by its projection to keys, or to their latents, and to an indexer's keys."""
+        """What pages keep of a token in each layer with KV, by its projections to keys, latents and index keys."""
         found: list[KvShape] = []
         for layer in self.projections.layers:
             index = sum(each.outputs for each in layer if each.path.endswith(".indexer.wk"))

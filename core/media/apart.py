@@ -10,7 +10,7 @@ import torch
 from ...memory.host.daemon_pool import stand_back
 
 _STEPS = 10
-"""What is added to a thread's niceness: beside a thread of steps on one processor, it gets a tenth of the time."""
+"""Added to the encoder thread's niceness: on a processor that it shares with steps, it gets a tenth of the time."""
 
 
 def work_apart(threads: int) -> None:

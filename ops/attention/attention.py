@@ -273,8 +273,9 @@ class Attention(ABC):
         top_k: int,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The places in its row of the tokens that an indexer chooses for each query, rising: `[tokens, top_k]` int32,
-        in `out` if that is given. Places of a row of at most `top_k` tokens are not written: queries attend to all.
+        """Return the positions, in its row, of the tokens that an indexer chooses for each query, rising: `[tokens,
+        top_k]` int32, in `out` if that is given. Nothing is written for a row of at most `top_k` tokens: its queries
+        attend to all.
 
         q: `[tokens, heads, key]`; weights: `[tokens, heads]`; cache: the indexer's keys, `[num_pages, block_tokens, 1,
         key]`. See `indexer.chosen_places`.

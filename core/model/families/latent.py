@@ -30,7 +30,7 @@ DEFAULTS = {
 #: transformers' defaults of an indexer's sizes, of DeepSeek-V3.2.
 INDEXER_DEFAULTS = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 
-#: Of layers with an indexer of their own, and of those that attend to what the last one before them chose.
+#: Kinds of layers: one has an indexer of its own, the other attends to the tokens that the last indexer chose.
 FULL, SHARED = "full", "shared"
 
 #: A field with a letter, or a type, for each layer.

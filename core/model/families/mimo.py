@@ -1,5 +1,5 @@
 """MiMo-V2-Flash: values are narrower than keys and have a factor; layers with windows have sinks, and twice the heads
-of keys and values. Experts are DeepSeek-V3's without a shared one.
+of keys and values. Its experts are routed as DeepSeek-V3's, and there is no shared expert.
 
 Tests: tests/core/layers/test_narrow_values.py, tests/core/paths
 """

@@ -278,7 +278,7 @@ class _Builder:
         return self._put(AllReduce("y"))
 
     def _second_part(self, mixer: RecurrentSpec) -> str:
-        """What the mixer reads, or its second part: then the first is a program of its own."""
+        """Return the buffer that the mixer reads. A mixer of two parts: its first part becomes a program of its own."""
         if (inner := mixer.inner) is None:
             return "in"
         given = Kept("c", (mixer.channels,))

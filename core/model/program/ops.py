@@ -310,7 +310,7 @@ class Mix(Op):
 
     @property
     def out_size(self) -> int:
-        """Width of what it gives."""
+        """Width of its output."""
         return self.mixer.channels if self.is_first else self.mixer.out_size
 
 

@@ -71,7 +71,7 @@ class TorchProgram:
         """weights: of all layers, and behind them those of the model's ends."""
         self.programs, self._end_programs, self._layers, self.model = programs, ends, weights, model
         self.segments = [each for program in programs for each in program.segments]
-        """Of all layers, the programs of one mixer, or of one part of a mixer, each."""
+        """The programs of all layers, cut at each mixer; a mixer of two parts is cut in two."""
         self.layer_of = [index for index, program in enumerate(programs) for _ in program.segments]
         """The layer of each segment."""
         self.bind()
@@ -186,7 +186,7 @@ class TorchProgram:
 
 
 def _left_for(ops: Sequence[Op], last: LayerProgram | None) -> tuple[Kept, ...]:
-    """What the ops read of that which a segment and its mixers leave."""
+    """The outputs of a segment and its mixers that the ops read."""
     needed = _reads(ops)
     return () if last is None else tuple(each for each in (*last.mixed, *last.reads) if each.name in needed)
 
