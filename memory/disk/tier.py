@@ -91,15 +91,15 @@ class ReadAhead:
     found: dict[int, SealedBlock] = field(default_factory=dict)
     """What was read, by its index, until it is taken in."""
     futures: list[Future[None]] = field(default_factory=list)
-    """Of calls that read it, a few blocks each, of those that none has begun."""
+    """Calls on reading threads, each of which reads the next few blocks."""
     indices: Iterator[int] = field(default_factory=itertools.count)
-    end: int = 1 << 62
+    end: int = field(init=False)
     """The index of the first block that could not be read."""
     num_taken: int = 0
     has_ended: bool = False
     num_pages: int = 0
     seconds: float = 0.0
-    """That threads took to read it. A step may notice the end much later."""
+    """Time that threads spent reading it; a step may notice the end much later."""
 
     def __post_init__(self) -> None:
         self.end = len(self.files)
@@ -141,7 +141,7 @@ class DiskTier:
         self._events: FileEvents | None = None
         self._jobs: dict[str, ReadAhead] = {}
         self._late: list[Future[None]] = []
-        """Of calls that go on though their run is over."""
+        """Calls that still run though their run of blocks is over."""
         self._reserved_bytes = 0
         self.is_closed = False
         self.num_hit_tokens = 0
