@@ -201,9 +201,9 @@ class EngineConfig(BaseModel):
     host_cache_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="host memory for adapters, for the KV cache of preempted requests, and for cached prefixes that "
-        "leave the page pool; what costs least to bring back for how often it is used leaves first; default: an eighth "
-        "of the free memory at the start, at least 1 GiB",
+        description="host memory for adapters, for the KV cache of preempted requests, for cached prefixes that "
+        "leave the page pool, and for rows of images; what costs least to bring back for how often it is used leaves "
+        "first; default: an eighth of the free memory at the start, at least 1 GiB",
     )
     host_prefix_cache: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -281,8 +281,9 @@ class EngineConfig(BaseModel):
     encoder_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,
-        description="host memory for rows of encoded images and for the pixels of the one that is being encoded, "
-        "evicted least recently used first. Requests that hold more than that keep others' images waiting",
+        description="host memory for rows of encoded images that requests hold and for the pixels of the one that is "
+        "being encoded: requests that hold more keep others' images waiting. As many bytes of host_cache_bytes may "
+        "hold rows for the next use of an image",
     )
     lookahead: int = Field(
         default=8, ge=1, description="number of waiting requests whose adapters are read into host memory ahead"

@@ -51,6 +51,7 @@ from .speculation.ngrams import NgramProposer
 from .speculation.speculation import Speculation
 
 if TYPE_CHECKING:
+    from ..memory.host.budget import HostBudget
     from .media.encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
@@ -75,9 +76,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         reads: Reads | None = None,
         policies: Policies | None = None,
-        encoder: Callable[[Callable[[], None]], ImageEncoder] | None = None,
+        encoder: Callable[[Callable[[], None], HostBudget], ImageEncoder] | None = None,
     ) -> None:
-        """encoder: makes what encodes images, of a function that wakes the engine; None: they are not served."""
+        """encoder: makes what encodes images, of a function that wakes the engine and of host memory's budget;
+        None: they are not served.
+        """
         self.config = config
         self.model: ModelInfo = executor.model
         self.executor = executor
@@ -164,7 +167,7 @@ class Engine:
         self.async_steps = (
             None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
         )
-        self.encoder = None if encoder is None else encoder(self.wake)
+        self.encoder = None if encoder is None else encoder(self.wake, images.budget)
         self.samples = StepSamples()
         self._decode_seconds = 0.0  # of the last decode step; they bound the time that a merge takes between two steps
         self._next_check = 0.0
@@ -251,7 +254,7 @@ class Engine:
 
     def _add_encoded(self) -> None:
         """Queue the requests whose images have been encoded; end those whose images can't be."""
-        for request, error, failure in () if self.encoder is None else self.encoder.take():
+        for request, error, failure, _ in () if self.encoder is None else self.encoder.take():
             if error is None:
                 self.scheduler.add(request)
             else:
@@ -476,11 +479,14 @@ class Engine:
         return run_rows_alone(self.executor, plan)
 
 
-def _encoder_of(config: EngineConfig, executor: Executor) -> Callable[[Callable[[], None]], ImageEncoder] | None:
+def _encoder_of(
+    config: EngineConfig, executor: Executor
+) -> Callable[[Callable[[], None], HostBudget], ImageEncoder] | None:
     """What makes the encoder of images; None where they are not served."""
     from .executors.base import ModelExecutor
 
     shapes = getattr(executor, "shapes", executor)  # of several ranks: images are encoded in the first one's process
     if executor.model.why_blind is not None or not isinstance(shapes, ModelExecutor):
         return None
-    return lambda wake: open_encoder(config, shapes.whole, shapes.dtype, wake, shapes.torch_device)
+    whole, dtype, device = shapes.whole, shapes.dtype, shapes.torch_device
+    return lambda wake, budget: open_encoder(config, whole, dtype, wake, budget, device)

@@ -119,6 +119,7 @@ class EngineStats:
     num_waiting_for_images: int = _now("requests_waiting_for_images", "Requests whose images are being encoded")
     num_encoded_images: int = _counted("images_encoded", "Images encoded")
     num_found_images: int = _counted("images_found", "Images of requests whose rows were there already")
+    image_rows_bytes: int = _now("image_rows_bytes", "Host memory used by rows for the next use of an image")
     num_failed_reads: int = _counted("adapter_failed_reads", "Adapter reads that failed")
     num_timed_out_reads: int = _counted(
         "adapter_timed_out_reads", "Adapter reads that timed out", old_name="adapter_given_up_reads"
@@ -218,6 +219,7 @@ def stats_of(engine: Any) -> EngineStats:
         num_waiting_for_images=0 if encoder is None else encoder.num_pending,
         num_encoded_images=0 if encoder is None else encoder.num_encoded,
         num_found_images=0 if encoder is None else encoder.num_found,
+        image_rows_bytes=0 if encoder is None else encoder.kept.num_bytes,
         num_timed_out_reads=reads.num_given_up,
         oldest_read_seconds=reads.oldest_seconds,
         num_async_steps=engine.async_steps.num_async if engine.async_steps else 0,

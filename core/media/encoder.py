@@ -1,7 +1,7 @@
-"""Encodes the images of waiting requests on a thread of its own, and keeps rows for the next use of an image.
+"""Encodes the images of waiting requests on a thread of its own.
 
 A request waits here for its own images alone; no step waits. Tenants take turns. The thread, and the threads of torch
-that it starts, run at a low priority.
+that it starts, run at a low priority. Rows for the next use of an image: see `KeptRows`.
 
 Tests: tests/core/media/test_encoder.py, tests/core/media/test_served_images.py
 """
@@ -22,8 +22,10 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..requests.media import MediaItem
 from .apart import work_apart
 from .images import BadImage
+from .kept_rows import KeptRows, RowsKey
 
 if TYPE_CHECKING:
+    from ...memory.host.budget import HostBudget
     from ..requests.request import BoundVersion, Request
     from .linear import TowerChanges
     from .processor import Prepared
@@ -32,8 +34,13 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_CHECK_SECONDS = 0.02
 
-RowsKey = tuple[str, str, str, str]
-"""A tenant scope, a salt, an item's digest, and the adapter's part in the tower; the tower is one per encoder."""
+
+class UsedRows(NamedTuple):
+    """Rows that a request got. seconds: that encoding them took; None: they were there."""
+
+    key: RowsKey
+    rows: torch.Tensor
+    seconds: float | None
 
 
 class RowMaker(Protocol):
@@ -50,6 +57,7 @@ class Encoded(NamedTuple):
     request: Request
     error: str | None = None
     failure: LoadFailure | None = None
+    used: tuple[UsedRows, ...] = ()
 
 
 class ImageEncoder:
@@ -58,14 +66,17 @@ class ImageEncoder:
     def __init__(
         self,
         maker: Callable[[], RowMaker],
-        cache_bytes: int,
+        num_bytes: int,
         threads: int,
         wake: Callable[[], None],
+        budget: HostBudget,
         *,
         share: bool = False,
     ) -> None:
-        """maker: reads the tower; called on the encoder's thread with the first image. share: between tenants."""
-        self._make, self._bytes, self._threads, self._wake, self._share = maker, cache_bytes, threads, wake, share
+        """maker: reads the tower; called on the encoder's thread with the first image. num_bytes: of rows and pixels
+        that requests hold, and as many of rows for the next use, which count in the budget. share: between tenants.
+        """
+        self._make, self._bytes, self._threads, self._wake, self._share = maker, num_bytes, threads, wake, share
         self._maker: RowMaker | None = None
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[Request]] = OrderedDict()  # by tenant; the first one is next
@@ -74,9 +85,9 @@ class ImageEncoder:
         self._pending: dict[str, Request] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._cache: OrderedDict[RowsKey, torch.Tensor] = OrderedDict()
-        self._cached_bytes = 0
-        self._live: dict[int, int] = {}  # bytes of rows and pixels that anything holds, by the number of each
+        self.kept = KeptRows(num_bytes, budget)
+        self._lent: weakref.WeakValueDictionary[RowsKey, torch.Tensor] = weakref.WeakValueDictionary()
+        self._live: dict[int, int] = {}  # bytes of pixels, and of rows that requests hold, by the number of each
         self._numbers = 0
         self.num_encoded = 0
         """Images that were encoded, not found."""
@@ -112,10 +123,12 @@ class ImageEncoder:
             self._changed.notify()
 
     def take(self) -> list[Encoded]:
-        """Requests whose images have been encoded since the last call."""
+        """Requests whose images have been encoded since the last call. Their rows are kept for others, too."""
         found = []
         while self._done:
             one = self._done.popleft()
+            for key, rows, seconds in one.used:
+                self.kept.note_use(key, rows, seconds)
             if self._pending.pop(one.request.id, None) is one.request:
                 found.append(one)
         return found
@@ -151,8 +164,7 @@ class ImageEncoder:
         if (request := self._next()) is None:
             return False
         try:
-            self._encode(request)
-            done = Encoded(request)
+            done = Encoded(request, used=self._encode(request))
         except AdapterFormatError as error:
             done = Encoded(request, str(error), error.failure)
         except BadImage as error:
@@ -177,29 +189,34 @@ class ImageEncoder:
                 self._waiting[tenant] = requests
             return request
 
-    def _encode(self, request: Request) -> None:
-        rows = []
+    def _encode(self, request: Request) -> tuple[UsedRows, ...]:
+        """Give a request its rows; return them, or as many as there are if it was cancelled."""
+        lent, used = list[torch.Tensor](), list[UsedRows]()
         changes: TowerChanges | None = None
         has_changes = False
         for item in request.media:
             if request.id not in self._pending:
-                return
+                return tuple(used)
             key = self._key(request, item)
-            if (found := self._cache.get(key)) is not None:
-                self._cache.move_to_end(key)
+            if (found := self._lend(key, self.kept.find(key))) is not None:
                 self.num_found += 1
-                rows.append(found)
+                used.append(UsedRows(key, found, None))
+                lent.append(found)
                 continue
             maker = self._maker_now()
             if not has_changes and request.media_scope and request.bound is not None:
                 changes, has_changes = maker.changes(request.bound), True
-            own = sum(each.nbytes for each in rows)
+            own = sum(each.nbytes for each in lent)
             self._wait_for_room(request, own)
-            if (found := self._rows(maker, request, item, changes, own)) is None:
-                return
-            self._keep(key, found)
-            rows.append(found)
-        request.media_rows[:] = rows
+            began = time.perf_counter()
+            if (rows := self._rows(maker, request, item, changes, own)) is None:
+                return tuple(used)
+            used.append(UsedRows(key, rows, time.perf_counter() - began))
+            found = self._lend(key, rows)
+            assert found is not None, "there are rows"
+            lent.append(found)
+        request.media_rows[:] = lent
+        return tuple(used)
 
     def _key(self, request: Request, item: MediaItem) -> RowsKey:
         tenant = "" if self._share else request.tenant
@@ -231,15 +248,16 @@ class ImageEncoder:
         self.num_encoded += 1
         return rows.clone()
 
-    def _keep(self, key: RowsKey, rows: torch.Tensor) -> None:
-        """Keep rows for other requests, as long as there is room."""
-        size = rows.nbytes
-        weakref.finalize(rows, self._live.pop, self._count(size), None)
-        self._cache[key] = rows
-        self._cached_bytes += size
-        while self._cached_bytes > self._bytes and len(self._cache) > 1:
-            _, gone = self._cache.popitem(last=False)
-            self._cached_bytes -= gone.nbytes
+    def _lend(self, key: RowsKey, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """What requests hold of rows: a view, whose bytes count as long as one of them has it. None if there are none.
+
+        rows: None: requests may hold them yet.
+        """
+        if (lent := self._lent.get(key)) is None and rows is not None:
+            lent = rows.view_as(rows)
+            weakref.finalize(lent, self._live.pop, self._count(lent.nbytes), None)
+            self._lent[key] = lent
+        return lent
 
     def _count(self, size: int) -> int:
         """Count bytes that something holds; return what they are counted under."""
@@ -248,7 +266,7 @@ class ImageEncoder:
         return self._numbers
 
     def _wait_for_room(self, request: Request, own_bytes: int) -> None:
-        """Wait while other requests hold more rows than the cache may have; what the cache alone holds goes first.
+        """Wait while other requests hold more rows than they may.
 
         own_bytes: of the request's own rows so far, and of pixels. Others have all of theirs, so they run and end.
         """
@@ -256,9 +274,4 @@ class ImageEncoder:
             held = sum(list(self._live.values()))
             if held <= self._bytes or held <= own_bytes:
                 return
-            if self._cache:
-                _, gone = self._cache.popitem(last=False)
-                self._cached_bytes -= gone.nbytes
-                del gone
-            else:
-                time.sleep(_MEMORY_CHECK_SECONDS)
+            time.sleep(_MEMORY_CHECK_SECONDS)

@@ -19,6 +19,7 @@ from .lacking import why_lacking
 if TYPE_CHECKING:
     import torch
 
+    from ...memory.host.budget import HostBudget
     from ..config import EngineConfig
     from ..model.checkpoints.checkpoint import TensorEntry
     from ..model.specs.config import ModelConfig
@@ -141,7 +142,12 @@ class CheckpointRows:
 
 
 def open_encoder(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, wake: Callable[[], None], device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    wake: Callable[[], None],
+    budget: HostBudget,
+    device: torch.device,
 ) -> ImageEncoder:
     """The encoder of a model whose images are served; it reads the tower with the first image. device: the tower's."""
     from .encoder import ImageEncoder
@@ -151,5 +157,6 @@ def open_encoder(
         config.encoder_cache_bytes,
         config.encoder_threads,
         wake,
+        budget,
         share=config.share_prefix_cache,
     )

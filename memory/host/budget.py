@@ -1,4 +1,5 @@
-"""One host memory budget, with one eviction order, for adapters' images, swapped KV and images of cached pages.
+"""One host memory budget, with one eviction order, for adapters' images, swapped KV, images of cached pages and rows of
+encoded images.
 
 Tests: tests/memory/host/test_host_budget.py
 """

@@ -4,17 +4,21 @@ A server of a random model is started with a directory of adapters that all diff
 adapter i with a weight of i to the power of -1.1. A request is cold if it is the first for its adapter, and hot
 otherwise. The tables have the times to the first token, the seconds to the start, and the memory of the processes.
 
+`--vllm ENV/bin/vllm`: vLLM (see `vllm_process`) gets the same requests afterwards. It finds adapters in the directory
+by its own resolver, and has `--vllm-loras` of them in its batches, and 1,024 in memory.
+
 Tests: tests/perf/bench/test_many_adapters.py
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,12 @@ from typing import Any
 import httpx
 import numpy as np
 
+from ...core.cpus import available_cpus
 from ..report.command import conclude, count, parser, say
 from ..report.table import Table
 from ..serving.errors import LoadError
-from ..serving.server_process import launched
+from ..serving.server_process import LaunchedServer, launched
+from ..serving.vllm_process import vllm_process
 from ..workload.popularity import PowerLaw
 from .machine import family, need_psutil, processor
 from .models.random_model import RandomModel, adapters, checkpoint
@@ -37,18 +43,19 @@ _VALUE_BITS = 0x3F
 """Bits of a low byte of a bfloat16 value, which may take any value."""
 
 
-def directory_of(source: Path, number: int, path: Path) -> Path:
-    """A directory of so many adapters, made on first use; each differs from `source` in its last values."""
+def directory_of(source: Path, model: Path, number: int, path: Path) -> Path:
+    """A directory of so many adapters of a model, made on first use; each differs from `source` in its last values."""
     if path.is_dir():
         return path
-    config, weights = (source / CONFIG).read_bytes(), bytearray((source / WEIGHTS).read_bytes())
+    weights = bytearray((source / WEIGHTS).read_bytes())
+    config = json.loads((source / CONFIG).read_bytes()) | {"base_model_name_or_path": str(model)}  # as vLLM looks for
     draft = path.with_name(f"{path.name}.draft")
     for index in range(number):
         for digit in range(4):
             weights[-2 - 2 * digit] = index >> 6 * digit & _VALUE_BITS
         one = draft / f"a{index:05d}"
         one.mkdir(parents=True)
-        (one / CONFIG).write_bytes(config)
+        (one / CONFIG).write_text(json.dumps(config))
         (one / WEIGHTS).write_bytes(weights)
     draft.rename(path)
     return path
@@ -120,22 +127,49 @@ def measured(args: Any) -> dict[str, Any]:
     served = checkpoint(model, args.work_dir)
     (source,) = adapters(model, args.work_dir).values()
     say(f"{args.adapters} adapters")
-    folder = directory_of(source, args.adapters, args.work_dir / f"many-{args.model_size}-{args.rank}-{args.adapters}")
+    folder = args.work_dir / f"many-{served.name}-{args.rank}-{args.adapters}"
+    directory_of(source, served, args.adapters, folder)
     law = PowerLaw(kind="power_law", exponent=args.exponent)
     order = law.choose(args.seed, args.adapters, lambda: args.requests).take(args.requests).tolist()
     flags = ["--model", str(served), "--adapters", str(folder), "--memory-bytes", args.memory, "--speculation", "off"]
+    servers: dict[str, Callable[[], AbstractContextManager[LaunchedServer]]] = {"chorus": lambda: launched(flags)}
+    if args.vllm is not None:
+        servers["vllm"] = lambda: _vllm(args, served, folder)
+    found = {name: _of_server(make, name, args, order, geometry.vocab) for name, make in servers.items()}
+    own = found.pop("chorus")
+    return {"adapters": args.adapters, "requests": args.requests, **own, **({"beside": found} if found else {})}
+
+
+def _vllm(args: Any, model: Path, folder: Path) -> AbstractContextManager[LaunchedServer]:
+    least_rank = max(8, args.rank)
+    flags = ["--enable-lora", "--max-lora-rank", least_rank, "--dtype", "bfloat16"]
+    flags += ["--max-loras", args.vllm_loras, "--max-cpu-loras", 1024, "--max-num-seqs", args.clients]
+    finds = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_PLUGINS": "lora_filesystem_resolver",
+        "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder),
+    }
+    return vllm_process(args.vllm, model, flags, available_cpus(), finds)
+
+
+def _of_server(
+    make: Callable[[], AbstractContextManager[LaunchedServer]], name: str, args: Any, order: Sequence[int], vocab: int
+) -> dict[str, Any]:
+    """What a server does with the requests."""
     began = time.monotonic()
-    with launched(flags) as server:
+    with make() as server:
         started = time.monotonic() - began
         at_start = resident_bytes(server.pid)
-        say(f"started in {started:.1f} s")
-        clients = Clients(server.url, order, geometry.vocab)
+        say(f"{name} started in {started:.1f} s")
+        clients = Clients(server.url, order, vocab)
+        began = time.monotonic()
         clients.run(args.clients)
+        seconds = time.monotonic() - began
         at_end = resident_bytes(server.pid)
     return {
-        "adapters": args.adapters,
-        "requests": args.requests,
         "start_seconds": started,
+        "seconds": seconds,
         "bytes_at_start": at_start,
         "bytes_at_end": at_end,
         "errors": len(clients.errors),
@@ -160,19 +194,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--exponent", type=float, default=1.1, help="of Zipf's law")
     add("--memory", default="1GiB", help="for KV and adapters")
     add("--seed", type=int, default=0)
+    add("--vllm", type=Path, default=None, metavar="PATH", help="its command")
+    add("--vllm-loras", type=count, default=8, help="its --max-loras")
     add("--work-dir", type=Path, default=Path("build/many-adapters"))
     try:
         found = measured(command.parse_args(argv))
     except LoadError as error:
         print(f"many_adapters: {error}", file=sys.stderr)
         return 2
-    table = Table(f"{found['adapters']} adapters on disk", ["requests", "number", "TTFT p50, ms", "TTFT p99, ms"])
-    for kind in ("hot", "cold"):
-        marks = (each and 1e3 * each for each in (found[kind]["p50"], found[kind]["p99"]))
-        table.add(kind, found[kind]["requests"], *marks)
+    servers = {"chorus": found, **found.get("beside", {})}
+    title = f"{found['adapters']} adapters on disk"
+    table = Table(title, ["server", "requests", "number", "TTFT p50, ms", "TTFT p99, ms"])
+    costs = Table("server", ["server", "start, s", "requests/s", "MB at the start", "MB at the end", "errors"])
+    for name, each in servers.items():
+        for kind in ("hot", "cold"):
+            marks = (mark and 1e3 * mark for mark in (each[kind]["p50"], each[kind]["p99"]))
+            table.add(name, kind, each[kind]["requests"], *marks)
+        rate, memory = found["requests"] / each["seconds"], (each["bytes_at_start"] / 1e6, each["bytes_at_end"] / 1e6)
+        costs.add(name, each["start_seconds"], rate, *memory, each["errors"])
     table.show()
-    costs = Table("server", ["start, s", "MB at the start", "MB at the end", "errors"])
-    costs.add(found["start_seconds"], found["bytes_at_start"] / 1e6, found["bytes_at_end"] / 1e6, found["errors"])
     costs.show()
     return conclude({"device": processor(), **found}, not found["errors"])
 

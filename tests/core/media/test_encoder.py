@@ -16,6 +16,7 @@ from chorus.core.media.images import BadImage
 from chorus.core.requests.media import MediaItem
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
+from chorus.memory.host.budget import HostBudget
 
 
 class Maker:
@@ -50,9 +51,10 @@ def request(id: str, *images: str, tenant: str = "", scope: str = "") -> Request
 class Driven:
     """An encoder, and what it has done."""
 
-    def __init__(self, cache_bytes: int = 1 << 20, share: bool = False) -> None:
+    def __init__(self, num_bytes: int = 1 << 20, budget: int = 1 << 20, share: bool = False) -> None:
         self.maker, self._woken = Maker(), threading.Event()
-        self.encoder = ImageEncoder(lambda: self.maker, cache_bytes, 1, self._woken.set, share=share)
+        self.budget = HostBudget(budget)
+        self.encoder = ImageEncoder(lambda: self.maker, num_bytes, 1, self._woken.set, self.budget, share=share)
 
     def wait(self, count: int) -> list[Encoded]:
         found: list[Encoded] = []
@@ -138,7 +140,7 @@ def test_a_cancelled_request_is_not_taken(driven: Make) -> None:
 
 def test_rows_of_requests_bound_what_is_encoded(driven: Make) -> None:
     """A request keeps its rows; others' images wait until it has ended. One request may have more than the bound."""
-    it = driven(cache_bytes=64)
+    it = driven(num_bytes=64)
     it.maker.may_go.set()
     it.encoder.submit(request("1", "a", "b", "c"))
     (first,) = it.wait(1)
@@ -149,3 +151,42 @@ def test_rows_of_requests_bound_what_is_encoded(driven: Make) -> None:
     first.request.media_rows.clear()
     (second,) = it.wait(1)
     assert second.request.id == "2" and second.error is None
+
+
+def test_rows_are_counted_once_for_all_requests_that_hold_them(driven: Make) -> None:
+    it = driven(num_bytes=64)
+    it.maker.may_go.set()
+    for id, image in (("1", "a"), ("2", "a"), ("3", "a"), ("4", "b")):
+        it.encoder.submit(request(id, image))
+    done = it.wait(4)  # 32 bytes of `a` and as many of `b`
+    assert [one.request.id for one in done] == ["1", "2", "3", "4"] and it.encoder.num_found == 2
+
+
+def test_rows_for_the_next_use_count_in_the_budget_of_host_memory(driven: Make) -> None:
+    """Where it is full, they are not kept; the requests that got them have them all the same."""
+    it = driven(num_bytes=256, budget=64)
+    it.maker.may_go.set()
+    for id, image in (("1", "a"), ("2", "b")):
+        it.encoder.submit(request(id, image))
+        it.wait(1)
+    assert it.budget.num_bytes == 64
+    it.budget.make_room(32)
+    assert it.budget.num_bytes == 32
+    full = driven(budget=31)
+    full.maker.may_go.set()
+    for id in "123":
+        full.encoder.submit(request(id, "a"))
+        (done,) = full.wait(1)
+        assert done.error is None and len(done.request.media_rows) == 1
+        done.request.media_rows.clear()
+    assert full.encoder.num_encoded == 3 and full.budget.num_bytes == 0
+
+
+def test_rows_of_a_request_are_found_although_they_are_not_kept(driven: Make) -> None:
+    it = driven(budget=0)
+    it.maker.may_go.set()
+    for id in "12":
+        it.encoder.submit(request(id, "a"))
+    first, second = it.wait(2)
+    assert first.request.media_rows[0] is second.request.media_rows[0]
+    assert (it.encoder.num_encoded, it.encoder.num_found) == (1, 1)

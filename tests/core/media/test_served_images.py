@@ -238,6 +238,7 @@ def test_the_second_use_of_an_image_costs_no_encoding(asked: Asked, engine: Engi
     assert engine.encoder is not None
     assert engine.encoder.num_encoded == 3  # of the base model, which the text's adapter shares; tower; linear
     assert engine.encoder.num_found == 3
+    assert 0 < engine.stats().image_rows_bytes <= engine.store.images.budget.num_bytes
 
 
 def test_equal_prompts_with_other_images_share_no_blocks(asked: Asked, engine: Engine) -> None:

@@ -13,6 +13,7 @@ import pytest
 from chorus.perf.bench.environment import describe
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.sections import peers
+from chorus.perf.serving import vllm_process
 from chorus.perf.serving.streams import Answered
 
 LIMITS = {"copy": {"bytes_per_s": 4e9}, "read": {"bytes_per_s": 5e9}, "matmul": {"flops_per_s": 1e11}}
@@ -163,9 +164,11 @@ def test_peers_get_the_adapters_where_lora_is_on(monkeypatch, name, path, progra
     @contextmanager
     def started(words, environment=None):
         commands.append(words)
-        yield SimpleNamespace()
+        yield SimpleNamespace(url="")
 
     monkeypatch.setattr(peers, "started", started)
+    monkeypatch.setattr(vllm_process, "started", started)
+    monkeypatch.setattr(vllm_process, "_wait_until_ready", lambda url: None)
     monkeypatch.setattr(peers, "converted", lambda load, tree, script, file, *rest: Path(f"{file.name}.gguf"))
     with ExitStack() as stack:
         served = [peers.PEERS[name](LOAD, Path(path), lora, stack) for lora in (False, True)]

