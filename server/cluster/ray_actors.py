@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -156,6 +156,21 @@ class RayReplica:
                 self._address.write(stamp[0])
 
 
+def _connect(options: Mapping[str, Any], attempts: int) -> None:
+    """Join a cluster, or start one, whose first node may take longer on a busy machine than Ray waits for it."""
+    import ray
+
+    for left in reversed(range(attempts)):
+        try:
+            ray.init(**options, logging_level=logging.WARNING)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not left or "timed out" not in str(error):
+                raise
+            log.warning("Ray did not start in time, and is started once more: %s", error)
+
+
 class RayLauncher:
     """Replicas as actors of a Ray cluster; raises LaunchError without one."""
 
@@ -177,8 +192,8 @@ class RayLauncher:
             }
         try:
             with _own_signals():
-                ray.init(**options, logging_level=logging.WARNING)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+                _connect(options, 2 if self._is_local else 1)
+        except Exception as error:  # Ray has no class for a node that is late
             raise LaunchError(f"no Ray cluster at {plan.ray}: {error}") from None
         self._nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
 

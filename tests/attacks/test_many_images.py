@@ -21,7 +21,7 @@ from ..core.media.tiny_vision import Reference, needs_vision
 from ..server.conftest import Live, live_server
 from ..server.test_image_requests import COUNT, GREEDY, HI, SEEN, as_part, file_of, picture, url_of
 
-pytestmark = [pytest.mark.integration, needs_vision]
+pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
 
 MANY, CACHE, FILES = 100, 256 << 10, 1 << 20
 SMALL = {"do_image_splitting": False}

@@ -26,6 +26,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_vision
+@pytest.mark.vision
 @pytest.mark.integration
 def test_each_reason_is_told() -> None:
     path = tiny("smolvlm")
@@ -50,6 +51,7 @@ def test_each_reason_is_told() -> None:
 
 
 @needs_vision
+@pytest.mark.vision
 @pytest.mark.integration
 def test_transformers_is_imported_beside_any_torch() -> None:
     """A torchvision of the package index would keep transformers' tokenizers from being imported."""

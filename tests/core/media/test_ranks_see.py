@@ -20,6 +20,7 @@ from .tiny_vision import adapters_of, needs_vision
 pytestmark = [
     pytest.mark.numerics,
     pytest.mark.integration,
+    pytest.mark.vision,
     needs_vision,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),
 ]

@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 
@@ -25,6 +26,40 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch, tmp_path):
         ray_actors.RayLauncher(ClusterDirectory(tmp_path), ClusterPlan(ray="local"))
     with pytest.raises(LaunchError, match=r"chorus-lora\[ray\]"):
         ray_actors.join("127.0.0.1:6379", None, None)
+
+
+class SlowRay(ModuleType):
+    """Ray on a busy machine: its first node is late so many times."""
+
+    def __init__(self, late, error="The current node timed out during startup."):
+        super().__init__("ray")
+        self.late, self.error, self.asked = late, error, 0
+
+    def init(self, **options):
+        self.asked += 1
+        if self.asked <= self.late:
+            raise Exception(self.error)
+
+    def shutdown(self):
+        pass
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {"CPU": 2.0}}]
+
+
+def test_ray_that_starts_late_is_started_once_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray_actors, "import_ray", lambda: None)
+
+    def launched(ray):
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        return ray_actors.RayLauncher(ClusterDirectory(tmp_path), ClusterPlan(ray="local"))
+
+    late = SlowRay(1)
+    assert launched(late).threads(1) == 2 and late.asked == 2
+    for ray, asked in ((SlowRay(2), 2), (SlowRay(9, "there is no room for an object store"), 1)):
+        with pytest.raises(LaunchError, match=f"no Ray cluster at local: {ray.error}"):
+            launched(ray)
+        assert ray.asked == asked
 
 
 @pytest.mark.parametrize(
