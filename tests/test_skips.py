@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Iterator, Set
 from pathlib import Path
-
-import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -125,23 +125,27 @@ def _text(node: ast.expr) -> str:
     return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
 
 
-FOUND = {
-    (str(path.relative_to(HERE)), reason)
-    for path in sorted(HERE.rglob("*.py"))
-    for reason in skips(ast.parse(path.read_text(encoding="utf-8")))
-}
+@functools.cache
+def found() -> Set[tuple[str, str]]:
+    """Files with the reasons that they have: not a constant, which each process that collects tests would compute."""
+    return {
+        (str(path.relative_to(HERE)), reason)
+        for path in sorted(HERE.rglob("*.py"))
+        for reason in skips(ast.parse(path.read_text(encoding="utf-8")))
+    }
 
 
 def test_each_reason_has_a_job():
-    unknown = sorted((reason, path) for path, reason in FOUND if reason not in JOBS)
+    unknown = sorted((reason, path) for path, reason in found() if reason not in JOBS)
     assert not unknown, "name the job that runs such a test"
-    assert not JOBS.keys() - {reason for _, reason in FOUND}, "no test has these reasons any more"
+    assert not JOBS.keys() - {reason for _, reason in found()}, "no test has these reasons any more"
 
 
 def test_the_jobs_are_there():
     run, integrations = ((ROOT / ".ci" / name).read_text() for name in ("run", "integrations"))
     assert "bash .ci/integrations" in run
-    assert '-m "(integration or clients) and not gpu"' in integrations
+    assert '-m "(integration or clients) and not (gpu or vision)"' in integrations
+    assert '-m "vision and not gpu"' in integrations
     assert "as_readme_says 2" in run
     assert "make" in run
     assert " rest" in run
@@ -151,8 +155,15 @@ def test_the_jobs_are_there():
     assert "\n  gpu:\n" in jobs[1]
 
 
-@pytest.mark.parametrize("path", sorted({path for path, reason in FOUND if JOBS.get(reason) == INTEGRATIONS}))
-def test_what_integrations_run_has_the_mark(path):
+def test_what_integrations_run_has_the_mark():
     """So that its job selects it."""
-    text = (HERE / path).read_text(encoding="utf-8")
-    assert "pytest.mark.integration" in text or "pytest.mark.clients" in text
+    for path in sorted({path for path, reason in found() if JOBS.get(reason) == INTEGRATIONS}):
+        text = (HERE / path).read_text(encoding="utf-8")
+        assert "pytest.mark.integration" in text or "pytest.mark.clients" in text, path
+
+
+def test_what_needs_the_extra_vision_has_its_mark():
+    for path in sorted(HERE.rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"\bneeds_vision\b(?!\.)", text) and path.name != "test_skips.py":
+            assert "pytest.mark.vision" in text, path
