@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -48,14 +48,19 @@ def asked(request: pytest.FixtureRequest) -> Asked:
     return Asked(request.param)
 
 
-def ranks(asked: Asked, kernels: str = "torch", **fields: Any) -> Engine:
-    return engine_of(asked, kernels, tensor_parallel_size=2, memory_bytes=128 << 20, **fields)
+@pytest.fixture(scope="module", params=[("torch", "swap"), ("auto", "recompute")], ids="-".join)
+def engine(request: pytest.FixtureRequest, asked: Asked) -> Iterator[Engine]:
+    """Two ranks of some kernels, for all tests of a family: to start their processes takes longer than a test."""
+    kernels, preemption = request.param
+    fields = {"tensor_parallel_size": 2, "memory_bytes": 128 << 20, "preemption": preemption, "prefix_cache": False}
+    engine = engine_of(asked, kernels, **fields)
+    yield engine
+    engine.close()
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_images_and_adapters_on_two_ranks(asked: Asked, kernels: str) -> None:
+def test_images_and_adapters_on_two_ranks(asked: Asked, engine: Engine) -> None:
     """In one batch with text; chunks end inside images, or before and behind them."""
-    images, engine, wanted = images_of(asked), ranks(asked, kernels), {}
+    images, wanted = images_of(asked), {}
     assert not engine.adapters.quarantine and engine.model.why_blind is None
     for number, adapter in enumerate((None, *adapters_of(asked.reference.family))):
         for count in (0, 1 + number % 3):
@@ -63,14 +68,10 @@ def test_images_and_adapters_on_two_ranks(asked: Asked, kernels: str) -> None:
             request = asked.request(f"{adapter} {count}", adapter, own)
             wanted[request.id] = asked.wanted[request.id]
             engine.add_request(request)
-    found = answers(engine)
-    engine.close()
-    assert found == wanted
+    assert answers(engine) == wanted
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preempted_on_two_ranks(asked: Asked, preemption: str) -> None:
-    engine = ranks(asked, preemption=preemption, prefix_cache=False)
+def test_preempted_on_two_ranks(asked: Asked, engine: Engine) -> None:
     request = asked.request("preempted", "linear", [picture(1, (40, 60)), picture(2, (30, 90))])
     engine.add_request(request)
     found: list[int] = []
@@ -80,7 +81,6 @@ def test_preempted_on_two_ranks(asked: Asked, preemption: str) -> None:
             found += output.token_ids
         if len(found) >= 3 and request.is_running and not request.num_preemptions:
             engine.scheduler.lifecycle.preempt(request)
-    engine.close()
     assert found == asked.wanted["preempted"] and request.num_preemptions == 1
 
 
