@@ -31,8 +31,8 @@ from .load_source import LoadSource
 from .name_changes import NameChanges, Removed
 
 if TYPE_CHECKING:
-    from ...memory.files.content_store import StagedUpload
     from ...memory.files.manifest import AdapterManifest
+    from ...memory.files.uploads.content_store import StagedUpload
     from .adapter_tokenizers import AdapterTokenizers
     from .loaded_adapters import LoadedAdapters
 

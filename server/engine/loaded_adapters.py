@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...memory.adapters.registry_store import Entry, RegistryStore
-from ...memory.files.content_store import StagedUpload
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.form import WEIGHTS_FILE
-from ...memory.files.owned_store import OwnedStore, Owner
+from ...memory.files.uploads.content_store import StagedUpload
+from ...memory.files.uploads.owned_store import OwnedStore, Owner
 from ...memory.host.image import HostImage
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 
 from ...core.requests.request_params import InvalidRequest
 from ...memory.files.config import CONFIG_FILE
-from ...memory.files.content_store import StagedUpload, StoreFull, TooLarge
 from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.tokens.added_tokens import TEXT_FILES
+from ...memory.files.uploads.content_store import StagedUpload, StoreFull, TooLarge
 from ..engine.backend_adapters import BackendAdapters
 from ..engine.loaded_adapters import LoadedAdapters
 from ..settings import Settings

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO
 
-from ...memory.files.content_store import StagedUpload, TooLarge
+from ...memory.files.uploads.content_store import StagedUpload, TooLarge
 from .deadline import Deadline
 from .errors import StoreError, StoreRefused
 from .tar_headers import CheckedHeaders

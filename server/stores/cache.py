@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...memory.files.content_store import ContentStore, StagedUpload, bytes_of
+from ...memory.files.uploads.content_store import ContentStore, StagedUpload, bytes_of
 from .rules import Location
 
 

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from ...memory.files.config import CONFIG_FILE
-from ...memory.files.content_store import ContentStore, StagedUpload, TooLarge
 from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.tokens.added_tokens import TEXT_FILES
 from ...memory.files.tokens.tokenizer_json import MAX_BYTES
+from ...memory.files.uploads.content_store import ContentStore, StagedUpload, TooLarge
 from .allowed import Allowed
 from .archive import SUFFIXES, Archive
 from .deadline import Deadline

@@ -12,7 +12,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.memory.files.content_store import ContentStore, StagedUpload
+from chorus.memory.files.uploads.content_store import ContentStore, StagedUpload
 from chorus.server.http.doors import GuardedRoute
 
 from ..attacks.swaps import FILES, NAME

@@ -9,7 +9,7 @@ from contextlib import suppress
 from io import FileIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ....memory.files.content_store import StagedUpload
+from ....memory.files.uploads.content_store import StagedUpload
 from ...engine.adapter_loader import LoadTimedOut
 from ...engine.load_source import LoadSource
 from ...errors import ApiError
@@ -63,9 +63,9 @@ class AdapterUpload:
 
         await self._wait_for(self._loads.on_uploads(write))
 
-    async def copy(self, name: str, source: FileIO, offset: int, count: int) -> None:
-        """Append bytes of another file: see `StagedUpload.copy`."""
-        await self._wait_for(self._loads.on_uploads(self._draft.copy, name, source, offset, count))
+    async def copy_beside(self, name: str, source: FileIO) -> None:
+        """Have a file be a copy of another one: see `StagedUpload.copy_beside`."""
+        await self._wait_for(self._loads.on_uploads(self._draft.copy_beside, name, source))
 
     @property
     def source(self) -> LoadSource:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from chorus import LLM
-from chorus.memory.files import content_store, identity
+from chorus.memory.files import identity
 from chorus.memory.files.config import CONFIG_FILE
 from chorus.memory.files.form import WEIGHTS_FILE
+from chorus.memory.files.uploads import content_store
 from chorus.perf.bench.models.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.models.sizes import SIZES, TINY
 

@@ -19,8 +19,8 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.memory.files.content_store import ContentStore
 from chorus.memory.files.tokens.added_tokens import TEXT_FILES
+from chorus.memory.files.uploads.content_store import ContentStore
 from chorus.server.stores import guarded_http
 from chorus.server.stores.allowed import Allowed
 from chorus.server.stores.archive import SUFFIXES, Archive

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.memory.files.content_store import ContentStore
+from chorus.memory.files.uploads.content_store import ContentStore
 from chorus.server.settings import Settings
 from chorus.server.stores.allowed import Allowed
 from chorus.server.stores.download import download

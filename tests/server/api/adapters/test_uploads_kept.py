@@ -7,8 +7,8 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.memory.files import owned_store
-from chorus.memory.files.owned_store import LOST, OtherOwner
+from chorus.memory.files.uploads import owned_store
+from chorus.memory.files.uploads.owned_store import LOST, OtherOwner
 from chorus.server.engine import adapter_health
 
 from ....attacks.swaps import FILES, NAME

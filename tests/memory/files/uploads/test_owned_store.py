@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from chorus.memory.files import owned_store
-from chorus.memory.files.content_store import StoreFull
-from chorus.memory.files.owned_store import LOST, LOST_SECONDS, ORPHAN_SECONDS, OtherOwner, OwnedStore, Owner
+from chorus.memory.files.uploads import owned_store
+from chorus.memory.files.uploads.content_store import StoreFull
+from chorus.memory.files.uploads.owned_store import LOST, LOST_SECONDS, ORPHAN_SECONDS, OtherOwner, OwnedStore, Owner
 
 
 class Clock:

@@ -1,0 +1,1 @@
+"""Files of adapters that were uploaded, and how they get there."""
