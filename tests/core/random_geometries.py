@@ -181,6 +181,17 @@ def _glm_5(rng: random.Random) -> Fields:
     }
 
 
+def _ax_2(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    groups = rng.random() < 0.5
+    return {
+        **found,
+        "n_group": found["n_group"] if groups else None,
+        "topk_group": found["topk_group"] if groups else None,
+        "gated_norm_rank": rng.choice((1, 3, 4, 8, 16)),
+    }
+
+
 def _lara(rng: random.Random) -> Fields:
     found = {**_grouped(rng), **_experts(rng)}
     count = found["num_hidden_layers"] = rng.randint(2, 4)
@@ -397,6 +408,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "mistral-4": _latent,
     "deepseek-v3.2": _indexer,
     "glm-5": _glm_5,
+    "ax-k2": _ax_2,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
     "mamba-1": _mamba_1,

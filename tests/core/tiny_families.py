@@ -777,6 +777,20 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "indexer_types": ["full", "shared", "full", "full", "shared"]},
         "50GB",
     ),
+    "ax-k2": (
+        "AXK2Config",
+        {**LATENT, **INDEXER, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "routed_scaling_factor": 1.5, "num_hidden_layers": 3, "gated_norm_rank": 6, "pad_token_id": 0},
+        "50GB",
+    ),
+    "ax-k2-groups": (
+        "AXK2Config",
+        {**LATENT, **INDEXER, "v_head_dim": 16, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
+         "topk_group": 2, "moe_intermediate_size": 24, "mlp_layer_types": ["sparse", "dense"], "gated_norm_rank": 4,
+         "attention_bias": True, "hidden_size": 48, "pad_token_id": 0,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "20KB",
+    ),
     "afmoe": (
         "AfmoeConfig",
         {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
@@ -1137,7 +1151,10 @@ ADAPTERS = {
     "r3-all": (
         3,
         6,
-        [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj", *UNITS, *LATENTS, *INDEXERS, *MLP],
+        [
+            *(*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj"),
+            *(*UNITS, *LATENTS, *INDEXERS, *MLP),
+        ],
     ),
     "r8-qv": (
         8,
@@ -1313,7 +1330,7 @@ def randomise(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("altup.router_norm.weight"):
                 parameter.uniform_(24, 72)
-            elif "norm" in name or ".ln_" in name or name.endswith("correct_output_scale"):
+            elif ("norm" in name and ".mlp.fc" not in name) or ".ln_" in name or name.endswith("correct_output_scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)

@@ -80,8 +80,7 @@ def indexed(fields: ConfigJson, *, interleaved: bool, kinds: list[str] | None = 
     """Each layer's attention, to the tokens that an indexer chooses. interleaved: how elements of the indexer are
     paired to be rotated; those of attention are interleaved. kinds: of layers, FULL or SHARED; None: all are FULL.
     """
-    if fields.is_null("q_lora_rank"):
-        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
+    check_query_latents(fields)
     own, count = attention(fields, interleaved=True), fields.integer("num_hidden_layers")
     if (types := fields.texts("layer_types")) and len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
@@ -95,6 +94,12 @@ def indexed(fields: ConfigJson, *, interleaved: bool, kinds: list[str] | None = 
     shared = replace(own, top_k=fields.integer("index_topk"), form="shared")
     full = replace(shared, indexer=IndexerSpec(heads, size, rope, _EPS), form="")
     return [full if kind == FULL else shared for kind in kinds or [FULL] * count]
+
+
+def check_query_latents(fields: ConfigJson) -> None:
+    """Refuse queries without latents, of a class of transformers that needs them."""
+    if fields.is_null("q_lora_rank"):
+        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
 
 
 def indexer_kinds(fields: ConfigJson) -> list[str]:

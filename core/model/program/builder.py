@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from ....memory.pages.projections import Group
-from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
+from ....memory.pages.projections import NORM_GATES, Group
+from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
@@ -51,6 +51,7 @@ from .ops import (
     StreamFactors,
     SubtractHeads,
     Sum,
+    TakeGates,
     TakeInput,
     TakeStream,
     View,
@@ -164,7 +165,15 @@ class _Builder:
 
     def _normed(self, read: str, slot: str, out: str = "n") -> str:
         """The norm of a buffer; the buffer itself if the layer does not have that norm."""
-        return self._put(Norm(read, out, slot, self.norm)) if slot in self._norms else read
+        if slot not in self._norms:
+            return read
+        n, gates = self._put(Norm(read, out, slot, self.norm)), self.spec.norm_gates
+        if gates is None or slot not in gates.norms:
+            return n
+        down, up = NORM_GATES[slot]
+        low = self._gemm(down, n, "l")
+        low = self._put(GateOutput(low, low, "l"))  # that is silu
+        return self._put(GateOutput(n, self._gemm(up, low, "l"), n))
 
     def _scaled(self, read: Read, factor: float, out: str) -> Read:
         return read if factor == 1.0 else self._put(Scale(read, out, factor))
@@ -227,13 +236,20 @@ class _Builder:
         index = mixer.indexer
         behind = 0 if index is None else -index.key_dim - index.heads
         kept = View("in", behind - latent.kv_rank - latent.rotated_dim, behind or None)
-        queries = View("in", 0, kept.begin)
+        queries: Read = View("in", 0, kept.begin)
         if latent.q_rank:
             low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
+            if index is not None and index.apart:
+                self._gemm(Group.INDEX_UP, low, "ih")
+            low = self._put(Concat((low, queries), "ql")) if latent.both else low
             queries = self._gemm(Group.QUERY_UP, low, "qh")
         if index is not None:
             self._put(_index(index, behind))
-            queries = View("qh", 0, -index.query_size)
+            queries = queries if index.apart else View("qh", 0, -index.query_size)
+        if mixer.output_gate is OutputGate.BESIDE_QUERIES:
+            self._put(TakeGates(queries, "gates", mixer.num_heads, latent.value_dim))
+            width = mixer.query_dim + latent.value_dim
+            queries = self._put(ResizeHeads(queries, "qh", 0, width, mixer.query_dim))
         self._put(Latents(queries, kept, "q", mixer, latent))
 
     def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
@@ -366,7 +382,8 @@ class _Builder:
 
 def _index(index: IndexerSpec, behind: int) -> Index:
     """behind: the first of the mixer's inputs that are the indexer's, from their end."""
-    queries, key, factors = View("qh", -index.query_size), View("in", behind, -index.heads), View("in", -index.heads)
+    queries: Read = "ih" if index.apart else View("qh", -index.query_size)
+    key, factors = View("in", behind, -index.heads), View("in", -index.heads)
     return Index(queries, key, factors, "iq", "iw", index)
 
 

@@ -252,6 +252,20 @@ class GateOutput(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class TakeGates(Op):
+    """Gates of what latent attention gives, one for each element: the last elements of each head of x."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+
+    x: Read
+    out: str
+    heads: int
+    width: int
+    """Elements of a head's output."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResizeHeads(Op):
     """Heads of `width` elements, behind the first columns of x, become heads of `to` elements: each is cut, or has
     zeros behind it.

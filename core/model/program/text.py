@@ -43,6 +43,7 @@ from .ops import (
     ResizeHeads,
     Scale,
     SubtractHeads,
+    TakeGates,
 )
 
 
@@ -134,12 +135,12 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _experts(op.spec)
         case Activate():
             return str(op.activation)
-        case Scale() | Clip() | ResizeHeads() | SubtractHeads():
+        case Scale() | Clip() | ResizeHeads() | SubtractHeads() | TakeGates():
             return _numbers(op)
     return ""
 
 
-def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads) -> str:
+def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads | TakeGates) -> str:
     match op:
         case Scale():
             return op.weight or f"{op.factor:g}"
@@ -147,6 +148,8 @@ def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads) -> str:
             return f"within ±{op.limit:g}"
         case ResizeHeads():
             return f"{f'{len(op.order)} ' if op.order else ''}heads of {op.width} → {op.to}"
+        case TakeGates():
+            return f"{op.width} for each of {op.heads} heads"
         case SubtractHeads():
             return f"heads less those behind them, each normalised without weights, times {1 - op.difference.first:g}"
 

@@ -49,6 +49,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.StreamFactors: stream_factors,
     ops.SubtractHeads: torch_other_ops.subtract_heads,
     ops.Sum: torch_other_ops.plus,
+    ops.TakeGates: torch_other_ops.take_gates,
     ops.TakeInput: torch_ends.take_input,
     ops.TakeStream: take_stream,
     end_ops.AddPositions: torch_ends.add_positions,

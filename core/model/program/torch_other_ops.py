@@ -31,6 +31,7 @@ from .ops import (
     SparseGates,
     SubtractHeads,
     Sum,
+    TakeGates,
 )
 from .torch_ops import kind_of
 from .torch_step import OpContext, Run, Step, reader
@@ -41,6 +42,15 @@ def gate_output(op: GateOutput, _: OpContext) -> Run:
         names = step.names
         gates = names[op.gates]
         names[op.out] = elementwise.gate_output(names[op.x], gates, softplus=op.softplus)
+
+    return run
+
+
+def take_gates(op: TakeGates, _: OpContext) -> Run:
+    read = reader(op.x)
+
+    def run(step: Step) -> None:
+        step.names[op.out] = read(step.names).unflatten(1, (op.heads, -1))[..., -op.width :].flatten(1)
 
     return run
 

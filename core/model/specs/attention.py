@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ....memory.pages.layer_projections import attention_projections, indexer_projections, latent_projections
+from ....memory.pages.layer_projections import (
+    LatentWidths,
+    attention_projections,
+    indexer_projections,
+    latent_projections,
+)
 from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projection
 from ....ops.attention.blocks import BlockMask
@@ -50,7 +55,7 @@ class OutputGate(StrEnum):
     """Where the gates of attention's output come from."""
 
     BESIDE_QUERIES = "beside queries"
-    """q_proj gives each head a query and then a gate: Qwen3.5."""
+    """q_proj gives each head a query and then a gate: Qwen3.5. So does q_b_proj over latents: A.X K2."""
 
     APART = "apart"
     """g_proj gives every element one: AFMoE."""
@@ -136,6 +141,9 @@ class LatentSpec:
 
     eps: float
     """Of the norms of latents."""
+
+    both: bool = False
+    """Queries are made of `[norm(c_q), c_q]`, where c_q is their latent (A.X K2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +278,7 @@ class AttentionSpec:
     @property
     def gate_size(self) -> int:
         """Elements of the gates of a token's output."""
-        return 0 if self.output_gate is None else self.q_size
+        return 0 if self.output_gate is None else self.num_heads * self.attended_dim
 
     @property
     def biased_inputs(self) -> list[str]:
@@ -281,11 +289,7 @@ class AttentionSpec:
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices. hidden: width of the residual stream."""
         if (latent := self.latent) is not None:
-            widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
-            own = latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-            if (index := self.indexer) is None:
-                return own
-            return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim))
+            return self._latent_projections(hidden, latent)
         key = self.head_dim if self.difference is None else self.difference.key_dim
         *inputs, output = attention_projections(
             hidden,
@@ -301,6 +305,14 @@ class AttentionSpec:
             gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
             inputs.append(gate)
         return (*inputs, output)
+
+    def _latent_projections(self, hidden: int, latent: LatentSpec) -> tuple[Projection, ...]:
+        gate = latent.value_dim if self.output_gate is OutputGate.BESIDE_QUERIES else 0
+        sizes = latent.q_rank, latent.kv_rank, latent.key_dim, latent.rotated_dim, latent.value_dim
+        own = latent_projections(hidden, self.num_heads, LatentWidths(*sizes, both=latent.both, gate=gate))
+        if (index := self.indexer) is None:
+            return own
+        return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim, apart=index.apart))
 
     @property
     def _num_kept(self) -> int:

@@ -34,6 +34,9 @@ class IndexerSpec:
     eps: float
     """Of the LayerNorm of keys."""
 
+    apart: bool = False
+    """Its queries are a product by themselves: attention's have another input."""
+
     @property
     def query_size(self) -> int:
         """Elements of the queries of a token."""

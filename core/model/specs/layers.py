@@ -17,11 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from ....memory.pages.layer_projections import input_projections, low_rank_projections, projections_beside
+from ....memory.pages.layer_projections import (
+    input_projections,
+    low_rank_projections,
+    norm_gate_projections,
+    projections_beside,
+)
 from ....memory.pages.projections import Projection
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
-from .norms import Norms
+from .norms import NormGates, Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 
@@ -150,6 +155,9 @@ class LayerSpec:
     out_eps: float | None = None
     """Of the norms of what its parts add; None: that of the others (Muse Glimmer)."""
 
+    norm_gates: NormGates | None = None
+    """Gates of the outputs of norms before its parts; None: there are none."""
+
     @property
     def is_whole(self) -> bool:
         """True if it has a mixer and a feed-forward part."""
@@ -216,6 +224,8 @@ class LayerSpec:
         further += input_projections(hidden, self.input_size) if self.input_size else ()
         further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
         further += () if self.streams is None else low_rank_projections(hidden, self.streams.rank)
+        if (gates := self.norm_gates) is not None:
+            further += norm_gate_projections(hidden, gates.rank, gates.norms)
         parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
         return (*chain(*parts), *further)
 

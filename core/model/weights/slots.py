@@ -15,7 +15,7 @@ from enum import Enum, auto
 from functools import cache
 from typing import NamedTuple
 
-from ....memory.pages.projections import INPUT_GROUPS, LOW_RANK_GROUPS, Group, Projection, sections_of, share_of
+from ....memory.pages.projections import NORM_GATES, SMALL_GROUPS, Group, Projection, sections_of, share_of
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
@@ -45,12 +45,15 @@ MATRICES = {
     Group.DECAY_UP: "decay_up",
     Group.OUTPUT_GATE_UP: "output_gate_up",
     Group.SCAN_IN: "scan_in",
+    Group.INDEX_UP: "index_up",
+    Group.MIXER_GATES_DOWN: "mixer_gates_down",
+    Group.MIXER_GATES_UP: "mixer_gates_up",
+    Group.MLP_GATES_DOWN: "mlp_gates_down",
+    Group.MLP_GATES_UP: "mlp_gates_up",
 }
 
 #: Those which adapters may be merged into.
-MERGED_MATRICES = {
-    int(group): name for group, name in MATRICES.items() if group not in (*INPUT_GROUPS, *LOW_RANK_GROUPS)
-}
+MERGED_MATRICES = {int(group): name for group, name in MATRICES.items() if group not in SMALL_GROUPS}
 
 #: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
 #: `image_experts.…` of that of images' positions.
@@ -212,7 +215,7 @@ class _Layer:
             if (index := spec.attention.indexer) is not None:
                 ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
                 yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
-        yield from self._matrices(Group.QUERY_UP, Group.KV_UP)
+        yield from self._matrices(Group.QUERY_UP, Group.KV_UP, Group.INDEX_UP)
         if spec.attention is not None:
             yield from _of_attention(spec.attention)
         yield from self._matrices(Group.SCAN_IN, Group.DECAY_UP, Group.OUTPUT_GATE_UP)
@@ -260,6 +263,7 @@ class _Layer:
                 ends = (weight, bias) if self._norm.biased else (weight,)
                 tensors = tuple(SlotTensor(f"{name}.{end}", length) for end in ends)
             yield Slot(name, tensors, Keep.NORM)
+            yield from self._matrices(*NORM_GATES.get(name, ()))
 
     def _vector(self, name: str, path: str, keep: Keep, factor: float | None = None) -> Slot:
         """A vector as wide as the residual stream, of which every rank has all."""
