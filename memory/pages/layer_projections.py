@@ -59,24 +59,32 @@ class LatentWidths(NamedTuple):
     gate: int = 0
     """Elements of the gate that each head has behind its query."""
 
+    gate_of_heads: bool = False
+    """The layer's input gives each head one number as a gate."""
+
+    form: str = ""
+    """See `Projection`."""
+
 
 def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[Projection, ...]:
     """Those of latent attention. What makes latents is of all heads, and every TP rank has it whole."""
-    q_rank, kv_rank, key, rotated, value, both, gate = widths
+    q_rank, kv_rank, key, rotated, value, both, gate, gate_of_heads, form = widths
     q = heads * (key + rotated + gate)
     query = (
         (
-            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1),
-            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank * (1 + both), q, heads),
+            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1, form=form),
+            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank * (1 + both), q, heads, form=form),
         )
         if q_rank
-        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads),)
+        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads, form=form),)
     )
+    gates = (Projection("self_attn.g_proj", Group.MIXER_IN, hidden, heads, heads, form=form),) * gate_of_heads
     return (
         *query,
-        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1),
-        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads),
-        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads),
+        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1, form=form),
+        *gates,
+        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads, form=form),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads, form=form),
     )
 
 

@@ -501,10 +501,6 @@ class GroupedAttention:
         return self._groups[group][0]
 
 
-#: Of a mask that is a tensor, without a window.
-_ALL_SEEN = None, True
-
-
 class Prefill:
     """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them.
     blocks: of the step's tokens.
@@ -569,9 +565,14 @@ class Prefill:
     @property
     def visible(self) -> torch.Tensor:
         """True where one of its tokens `[length, kv_len]` sees a token."""
-        if (found := self._masks.get(_ALL_SEEN)) is None:
+        return self.seen(None)
+
+    def seen(self, window: int | None) -> torch.Tensor:
+        """`visible`, of the last `window` tokens alone; made once a plan."""
+        window = None if window is None or window >= self.kv_len else window
+        if (found := self._masks.get((window, True))) is None:
             length = self.tokens.stop - self.tokens.start
-            found = self._masks[_ALL_SEEN] = _visible(length, self.kv_len, None, self._device)
+            found = self._masks[window, True] = _visible(length, self.kv_len, window, self._device)
         return found
 
     def _make(self, window: int | None, explicit: bool) -> torch.Tensor | None:

@@ -148,6 +148,8 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
         # query heads of latents are divided among programs
         group, width = (heads.group, heads.head_dim) if setup.value_dim is None else (1, setup.value_dim)
         ours = triton_obstacle(group, width, dtype, device, setup.scores, float8_kv=setup.float8_kv)
+        if setup.value_dim is not None and any(each.window is not None for each in setup.scores):
+            ours = ours or Obstacle("the decode kernel has no windows over latents, and the model has them")
         if ours is None:
             from .attention_triton import TritonBackend
 

@@ -192,6 +192,31 @@ def _ax_2(rng: random.Random) -> Fields:
     }
 
 
+def _dots_3(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    count = found["num_hidden_layers"] = rng.randint(1, 4)
+    heads, key, rotated = rng.choice((1, 2, 3)), rng.choice((8, 12, 16)), rng.choice((4, 8, 16))
+    whole = rng.choice(("indexed_attention", "indexed_attention", "full_attention"))
+    return {
+        **found,
+        "index_head_dim": max(found["index_head_dim"], found["qk_rope_head_dim"]),
+        "layer_types": _types(rng, count, (whole, "sliding_attention")),
+        "use_dsa": whole == "indexed_attention",
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "shared_experts_intermediate_size": rng.choice((16, 40)),
+        "sliding_window": rng.choice((5, 16, 40)),
+        "head_dim": 4 * found["qk_rope_head_dim"],
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": heads,
+        "swa_q_lora_rank": rng.choice((8, 16, 24)),
+        "swa_kv_lora_rank": rng.choice((16, 24, 40)),
+        "swa_qk_nope_head_dim": key,
+        "swa_head_dim": key + rotated,
+        "swa_v_head_dim": rng.choice((8, 16, 24)),
+        "initializer_range": 0.1,
+    }
+
+
 def _lara(rng: random.Random) -> Fields:
     found = {**_grouped(rng), **_experts(rng)}
     count = found["num_hidden_layers"] = rng.randint(2, 4)
@@ -409,6 +434,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "deepseek-v3.2": _indexer,
     "glm-5": _glm_5,
     "ax-k2": _ax_2,
+    "dots-3-note": _dots_3,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
     "mamba-1": _mamba_1,

@@ -22,7 +22,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
 from .model.checkpoints.quantization.twins import weights
-from .tiny_families import LATENT, YARN
+from .tiny_families import INDEXER, LATENT, LATENT_WINDOWS, YARN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -335,6 +335,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "ssm_state_size": 16, "n_groups": 2},
         {"model_type": "radio", "video_temporal_patch_size": 2, "patch_size": 14, "image_size": 28, **TOWER},
     ),
+    "Dots3NoteForConditionalGeneration": (
+        "Dots3NoteConfig",
+        {**LATENT, **LATENT_WINDOWS, **INDEXER, "n_routed_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0,
+         "moe_intermediate_size": 40, "shared_experts_intermediate_size": 24, "initializer_range": 0.1},
+        {"patch_size": 14, "adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"], **TOWER},
+    ),
     "FuyuForCausalLM": ("FuyuConfig", {"model_type": "persimmon"}, {}),
     "Qwen2_5OmniThinkerForConditionalGeneration": (
         "Qwen2_5OmniThinkerConfig", {"rope_parameters": MROPE}, {**QWEN_TOWER, "fullatt_block_indexes": [0]}
@@ -375,6 +381,10 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "image_token_offset": 144, "audio_token_offset": 160,
         "audio_config": {"codebook_size": 10, "codebook_dim": 8, "num_filters": 4, "hidden_size": 8,
                          "num_lstm_layers": 1, "upsampling_ratios": [2, 2]},
+    },
+    "Dots3NoteForConditionalGeneration": {
+        "audio_config": {**TOWER, "adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8,
+                         "feature_size": 16},
     },
     "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 64, "projector_hidden_size": 32},
     "Cosmos3EdgeForConditionalGeneration": {"projector_hidden_size": 32},

@@ -6,7 +6,7 @@ Tests: tests/core/model/program/test_builder.py
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ....memory.pages.projections import NORM_GATES, Group
@@ -235,7 +235,8 @@ class _Builder:
     def _latents(self, mixer: AttentionSpec, latent: LatentSpec) -> None:
         index = mixer.indexer
         behind = 0 if index is None else -index.key_dim - index.heads
-        kept = View("in", behind - latent.kv_rank - latent.rotated_dim, behind or None)
+        end = behind - mixer.num_heads * (mixer.output_gate is OutputGate.OF_HEADS)
+        kept = View("in", end - latent.kv_rank - latent.rotated_dim, end or None)
         queries: Read = View("in", 0, kept.begin)
         if latent.q_rank:
             low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
@@ -250,7 +251,16 @@ class _Builder:
             self._put(TakeGates(queries, "gates", mixer.num_heads, latent.value_dim))
             width = mixer.query_dim + latent.value_dim
             queries = self._put(ResizeHeads(queries, "qh", 0, width, mixer.query_dim))
-        self._put(Latents(queries, kept, "q", mixer, latent))
+        if mixer.output_gate is OutputGate.OF_HEADS:
+            self._put(TakeGates(View("in", end, behind or None), "gates", mixer.num_heads, latent.value_dim))
+        self._put(Latents(queries, self._kept(latent, kept), "q", mixer, latent))
+
+    def _kept(self, latent: LatentSpec, kept: View) -> Read:
+        """The latent and the key of all heads, which may have a norm."""
+        if not latent.norms_key:
+            return kept
+        own, key = (View("in", *ends) for ends in pairwise((kept.begin, kept.begin + latent.kv_rank, kept.end)))
+        return self._put(Concat((own, self._put(Norm(key, "kr", "k_rotated_norm", NormSpec(latent.eps)))), "kv"))
 
     def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
         """Put decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""

@@ -253,7 +253,9 @@ class GateOutput(Op):
 
 @dataclass(frozen=True, slots=True)
 class TakeGates(Op):
-    """Gates of what latent attention gives, one for each element: the last elements of each head of x."""
+    """Gates of what latent attention gives, one for each element: the last elements of each head of x, or the only one
+    of a head for all of its.
+    """
 
     READS = ("x",)
     WRITES = ("out",)

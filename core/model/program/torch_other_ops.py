@@ -50,7 +50,8 @@ def take_gates(op: TakeGates, _: OpContext) -> Run:
     read = reader(op.x)
 
     def run(step: Step) -> None:
-        step.names[op.out] = read(step.names).unflatten(1, (op.heads, -1))[..., -op.width :].flatten(1)
+        gates = read(step.names).unflatten(1, (op.heads, -1))[..., -op.width :]
+        step.names[op.out] = gates.expand(-1, -1, op.width).flatten(1)
 
     return run
 

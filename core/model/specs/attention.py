@@ -61,7 +61,7 @@ class OutputGate(StrEnum):
     """g_proj gives every element one: AFMoE."""
 
     OF_HEADS = "of heads"
-    """g_proj gives every head one: LFM3."""
+    """g_proj gives every head one: LFM3, and Dots 3 Note over latents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,18 @@ class LatentSpec:
 
     both: bool = False
     """Queries are made of `[norm(c_q), c_q]`, where c_q is their latent (A.X K2)."""
+
+    q_factor: float = 1.0
+    """Of the normalised latents of queries, and of an indexer's (Dots 3 Note)."""
+
+    kv_factor: float = 1.0
+    """Of c, likewise."""
+
+    norms_key: bool = False
+    """The key that all heads share is normalised before it is rotated (Dots 3 Note)."""
+
+    form: str = ""
+    """Tells its projections apart from those of other layers' latents of other sizes; see `Projection`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +319,18 @@ class AttentionSpec:
         return (*inputs, output)
 
     def _latent_projections(self, hidden: int, latent: LatentSpec) -> tuple[Projection, ...]:
-        gate = latent.value_dim if self.output_gate is OutputGate.BESIDE_QUERIES else 0
-        sizes = latent.q_rank, latent.kv_rank, latent.key_dim, latent.rotated_dim, latent.value_dim
-        own = latent_projections(hidden, self.num_heads, LatentWidths(*sizes, both=latent.both, gate=gate))
+        widths = LatentWidths(
+            latent.q_rank,
+            latent.kv_rank,
+            latent.key_dim,
+            latent.rotated_dim,
+            latent.value_dim,
+            both=latent.both,
+            gate=latent.value_dim if self.output_gate is OutputGate.BESIDE_QUERIES else 0,
+            gate_of_heads=self.output_gate is OutputGate.OF_HEADS,
+            form=latent.form,
+        )
+        own = latent_projections(hidden, self.num_heads, widths)
         if (index := self.indexer) is None:
             return own
         return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim, apart=index.apart))

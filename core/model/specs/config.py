@@ -245,6 +245,11 @@ class ModelConfig:
         return self.attention.latent if self.attention_layers else None
 
     @property
+    def one_latent(self) -> LatentSpec | None:
+        """These latents where all layers' are alike; None where they differ, too."""
+        return self.latent if len({mixer.latent for mixer in self.attention_layers}) == 1 else None
+
+    @property
     def top_k(self) -> int | None:
         """The most tokens that a query attends to in a layer with an indexer; None where no layer has one."""
         return max((mixer.top_k for mixer in self.attention_layers if mixer.top_k is not None), default=None)

@@ -16,7 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ....memory.pages.projections import NORM_GATES, SMALL_GROUPS, Group, Projection, sections_of, share_of
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
 from ..specs.layers import LayerSpec, StreamsSpec
@@ -153,7 +153,7 @@ class Slot:
     """Only the first rank has it: a bias of what ranks add up."""
 
     factor: float | None = None
-    """Of a router's norm, which is stored as float32: multiplies its weight. None: a norm like others."""
+    """Of a norm that is stored as float32: multiplies its weight. None: a norm like others."""
 
     count: int = 0
     """It is a list of weights for so many experts, whose tensors follow one another; 0: it is no list."""
@@ -379,10 +379,11 @@ def _of_recurrent(mixer: RecurrentSpec) -> Iterator[Slot]:
 def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
     """Norms of queries and keys, or of their latents."""
     if (latent := mixer.latent) is not None:
-        widths = {"q_norm": (latent.q_rank, 0), "k_norm": (latent.kv_rank, 0)}
-    elif mixer.head_norm in (None, HeadNorm.BARE):
+        yield from _of_latents(latent)
         return
-    elif mixer.head_norm in (HeadNorm.ALL, HeadNorm.OWN):
+    if mixer.head_norm in (None, HeadNorm.BARE):
+        return
+    if mixer.head_norm in (HeadNorm.ALL, HeadNorm.OWN):
         widths = {"q_norm": (mixer.q_size, mixer.num_heads), "k_norm": (mixer.kv_size, mixer.num_kv_heads)}
     else:
         widths = {"q_norm": (mixer.head_dim, 0), "k_norm": (mixer.head_dim, 0)}
@@ -391,6 +392,19 @@ def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
         if width and not (mixer.shares_kv and name == "k_norm"):
             rows = ((width, units),) if units else ()
             yield Slot(name, tuple(SlotTensor(f"self_attn.{name}.{end}", (width,), rows) for end in ends), Keep.NORM)
+
+
+def _of_latents(latent: LatentSpec) -> Iterator[Slot]:
+    """Norms of latents, and of the rotated key, each in a tensor of its own."""
+    widths = (
+        ("q_norm", latent.q_rank, latent.q_factor),
+        ("k_norm", latent.kv_rank, latent.kv_factor),
+        ("k_rotated_norm", latent.rotated_dim * latent.norms_key, 1.0),
+    )
+    for name, width, factor in widths:
+        if width:
+            tensors = (SlotTensor(f"self_attn.{name}.weight", (width,)),)
+            yield Slot(name, tensors, Keep.NORM, factor=None if factor == 1.0 else factor)
 
 
 def _rows(projection: Projection) -> tuple[tuple[int, int], ...]:

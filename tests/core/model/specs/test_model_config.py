@@ -128,7 +128,7 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
 
 
 TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
-TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MiMoV2FlashForCausalLM"]
+TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MiMoV2FlashForCausalLM", "Dots3NoteForCausalLM"]
 for name in ("PhiMoEForCausalLM", "MPTForCausalLM"):  # no class of transformers has these names, which checkpoints have
     TEXT_ONLY.remove(name)
 SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
@@ -152,6 +152,7 @@ OWN_SHAPES = {
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
     "DeepseekV32ForCausalLM": {"num_key_value_heads": 64},
     "AXK2ForCausalLM": {"num_key_value_heads": 64},
+    "Dots3NoteForCausalLM": {"num_key_value_heads": 64},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
     "KimiLinearForCausalLM": {"num_key_value_heads": 64},
     "GPTNeoXJapaneseForCausalLM": {"num_attention_heads": 4},
