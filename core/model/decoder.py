@@ -15,8 +15,8 @@ import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.projections import Group
-from ...ops.attention.attention import GroupedAttention, HeadShape, PagedAttention
-from ...ops.attention.latent_attention import LatentAttention
+from ...ops.attention.attention import GroupedAttention, HeadShape
+from ...ops.attention.attention_backend import paged_kind
 from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
 from ...ops.elementwise.float8_kv import UNSCALED, KvScales
 from ...ops.gemm.narrow_weights import NarrowWeight
@@ -175,8 +175,9 @@ class DecoderModel:
     def new_attention(self) -> GroupedAttention:
         layout, device = self._arena.layout, self._arena.pages.device
         pairs = zip(self.heads, layout.group_windows, strict=True)
-        kind = PagedAttention if layout.value_dim is None else LatentAttention
-        groups = [(kind(heads, device), window) for heads, window in pairs]
+        firsts = (self.config.kv_layers[group.layers[0]] for group in layout.groups)
+        kinds = [paged_kind(layout.value_dim, blocks=each.block_indexer is not None) for each in firsts]
+        groups = [(kind(heads, device), window) for kind, (heads, window) in zip(kinds, pairs, strict=True)]
         return GroupedAttention(groups, layout.block_tokens, chunked=layout.chunked)
 
     @property

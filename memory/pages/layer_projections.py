@@ -102,6 +102,16 @@ def indexer_projections(
     )
 
 
+def block_indexer_projections(hidden: int, heads: int, key: int) -> tuple[Projection, ...]:
+    """Those of the indexer of blocks, next to `attention_projections`. key: elements of each of its heads' queries, and
+    of the key that they share, which every TP rank has.
+    """
+    return (
+        Projection("self_attn.indexer.q_proj", Group.MIXER_IN, hidden, heads * key, heads),
+        Projection("self_attn.indexer.k_proj", Group.MIXER_IN, hidden, key, 1),
+    )
+
+
 def linear_projections(
     hidden: int, key: int, value: int, k_heads: int, v_heads: int, *, parted: bool = False
 ) -> tuple[Projection, ...]:

@@ -74,11 +74,6 @@ class LatentAttention(PagedAttention):
             found = _over_latents(rows, kept, heads.kv_rank, seen, scale)
             heads.expand(found[:, :, 0], out[first:], first)
 
-    @property
-    def _decode_places(self) -> int:
-        """Places of the longest of the decode rows' tables."""
-        return self._decode_pages.shape[1] * self._block_tokens
-
     def _gather_chosen(
         self, cache: torch.Tensor, places: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -217,6 +217,31 @@ def _dots_3(rng: random.Random) -> Fields:
     }
 
 
+def _minimax_3(rng: random.Random) -> Fields:
+    found, own, head_dim = _grouped(rng), _experts(rng), rng.choice((12, 16, 24, 32))
+    count, rotated = found["num_hidden_layers"], rng.choice((4, 8, 12))
+    return {
+        **found,
+        "head_dim": head_dim,
+        "rotary_dim": rotated,
+        "layer_types": _types(rng, count, ("full_attention", "minimax_m3_sparse", "minimax_m3_sparse")),
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "num_local_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"],
+        "intermediate_size": own["moe_intermediate_size"],
+        "dense_intermediate_size": rng.choice((40, 64)),
+        "shared_intermediate_size": rng.choice((16, 40)),
+        "routed_scaling_factor": rng.choice((1.0, 1.5)),
+        "swiglu_limit": rng.choice((0.5, 7.0)),
+        "index_n_heads": found["num_key_value_heads"],
+        "index_head_dim": rng.choice((12, 14, 16, 24)),
+        "index_block_size": rng.choice((1, 3, 4, 8, 16)),
+        "index_topk_blocks": rng.choice((1, 2, 3, 5)),
+        "index_local_blocks": rng.choice((0, 1, 1, 2)),
+        "initializer_range": 0.1,
+    }
+
+
 def _lara(rng: random.Random) -> Fields:
     found = {**_grouped(rng), **_experts(rng)}
     count = found["num_hidden_layers"] = rng.randint(2, 4)
@@ -435,6 +460,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "glm-5": _glm_5,
     "ax-k2": _ax_2,
     "dots-3-note": _dots_3,
+    "minimax-m3": _minimax_3,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
     "mamba-1": _mamba_1,

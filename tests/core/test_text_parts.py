@@ -341,6 +341,14 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "moe_intermediate_size": 40, "shared_experts_intermediate_size": 24, "initializer_range": 0.1},
         {"patch_size": 14, "adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"], **TOWER},
     ),
+    "MiniMaxM3SparseForConditionalGeneration": (
+        "MiniMaxM3VLConfig",
+        {"rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40,
+         "dense_intermediate_size": 96, "shared_intermediate_size": 24, "index_n_heads": 2, "index_head_dim": 12,
+         "index_block_size": 4, "index_topk_blocks": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "initializer_range": 0.1},
+        {"patch_size": 14, "image_size": 28, **TOWER},
+    ),
     "FuyuForCausalLM": ("FuyuConfig", {"model_type": "persimmon"}, {}),
     "Qwen2_5OmniThinkerForConditionalGeneration": (
         "Qwen2_5OmniThinkerConfig", {"rope_parameters": MROPE}, {**QWEN_TOWER, "fullatt_block_indexes": [0]}
@@ -386,6 +394,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "audio_config": {**TOWER, "adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8,
                          "feature_size": 16},
     },
+    "MiniMaxM3SparseForConditionalGeneration": {"projector_hidden_size": 32},
     "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 64, "projector_hidden_size": 32},
     "Cosmos3EdgeForConditionalGeneration": {"projector_hidden_size": 32},
     "Phi4MultimodalForCausalLM": {

@@ -28,6 +28,7 @@ from .ops import (
     Attend,
     Begin,
     Choose,
+    ChooseBlocks,
     Clip,
     Concat,
     CorrectStreams,
@@ -36,6 +37,7 @@ from .ops import (
     Gemm,
     Heads,
     Index,
+    IndexBlocks,
     LatentAttend,
     Latents,
     Mix,
@@ -223,11 +225,15 @@ class _Builder:
 
     def _queries(self, mixer: AttentionSpec) -> None:
         """Make queries of the mixer's input, and write keys and values."""
-        if (latent := mixer.latent) is None:
-            gates = None if mixer.output_gate is None else "gates"
-            self._put(Heads("in", "q", gates, mixer, self.norm))
-        else:
+        if (latent := mixer.latent) is not None:
             self._latents(mixer, latent)
+        else:
+            gates, heads = None if mixer.output_gate is None else "gates", "in"
+            if (index := mixer.block_indexer) is not None:
+                first, key = -index.query_size - index.key_dim, View("in", -index.key_dim)
+                self._put(IndexBlocks(View("in", first, key.begin), key, "iq", mixer, index, self.norm))
+                heads = View("in", 0, first, copied=True)
+            self._put(Heads(heads, "q", gates, mixer, self.norm))
         self.reads.append(Kept("q", (mixer.num_heads, mixer.query_dim)))
         if mixer.output_gate is not None:
             self.reads.append(Kept("gates", (mixer.gate_size,)))
@@ -329,6 +335,10 @@ class _Builder:
 
     def _attend(self, mixer: AttentionSpec) -> Op:
         """Attention; what chooses its tokens is appended before it."""
+        if (blocks := mixer.block_indexer) is not None:
+            self.reads.append(Kept("iq", (blocks.heads, blocks.key_dim)))
+            self._put(ChooseBlocks("iq", "blocks", mixer, blocks))
+            return Attend("q", "a", mixer, chosen="blocks")
         if (latent := mixer.latent) is None:
             return Attend("q", "a", mixer)
         if (index := mixer.indexer) is not None:

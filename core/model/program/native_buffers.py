@@ -17,6 +17,7 @@ _TITLES = {
     "EmbedMedia": "embedding of tokens of images and sound",
     "SparseGates": "sparse gate",
     "Index": "indexer of sparse attention",
+    "IndexBlocks": "indexer of blocks of keys",
     "TakeGates": "gates of what latent attention gives",
 }
 

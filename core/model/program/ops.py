@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
-from ..specs.feed_forward import Activation, Experts, UngatedActivation
-from ..specs.indexer import IndexerSpec
+from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, UngatedActivation
+from ..specs.indexer import BlockIndexerSpec, IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
 
@@ -202,10 +202,46 @@ class Choose(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class IndexBlocks(Op):
+    """Normalise and rotate a block indexer's queries, and the key of all its heads, and write that to its page.
+
+    x: queries `[tokens, heads · key]`; key: `[tokens, key]`.
+    """
+
+    READS = ("x", "key")
+    WRITES = ("q",)
+    SLOTS = ("q_norm", "k_norm")
+
+    x: Read
+    key: Read
+    q: str
+    attention: AttentionSpec
+    indexer: BlockIndexerSpec
+    norm: NormSpec
+    q_norm: str = "index_q_norm"
+    k_norm: str = "index_k_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseBlocks(Op):
+    """The blocks that a block indexer gives the highest scores, `[tokens, heads, top]`, for the queries of each
+    head of keys and values.
+    """
+
+    READS = ("q",)
+    WRITES = ("out",)
+
+    q: str
+    out: str
+    attention: AttentionSpec
+    indexer: BlockIndexerSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Attend(Op):
     """Attention of q over the pages: `[tokens, heads · head_dim]`."""
 
-    READS = ("q",)
+    READS = ("q", "chosen")
     WRITES = ("out",)
     SLOTS = ("sinks", "slopes")
 
@@ -214,6 +250,8 @@ class Attend(Op):
     attention: AttentionSpec
     sinks: str = "sinks"
     slopes: str = "slopes"
+    chosen: str | None = None
+    """The blocks that queries attend to; None: all that they see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +389,7 @@ class Activate(Op):
 
     x: Read
     out: str
-    activation: Activation | UngatedActivation
+    activation: Activation | ClampedSwiglu | UngatedActivation
     parameters: str | None = None
 
 
@@ -552,4 +590,4 @@ class End(Op):
 
 
 #: Ops between which a step with prompts is captured: they read what is different in every step.
-CUTS = (Attend, Choose, LatentAttend, Mix)
+CUTS = (Attend, Choose, ChooseBlocks, LatentAttend, Mix)

@@ -26,12 +26,14 @@ from .ops import (
     Attend,
     Begin,
     Choose,
+    ChooseBlocks,
     Clip,
     CorrectStreams,
     End,
     Gemm,
     Heads,
     Index,
+    IndexBlocks,
     LatentAttend,
     Latents,
     Mix,
@@ -125,7 +127,7 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return f"{own[0].inputs} → {sum(each.outputs for each in own)}: {names}"
         case Heads():
             return _heads(op.attention)
-        case Latents() | Index() | Choose():
+        case Latents() | Index() | Choose() | IndexBlocks() | ChooseBlocks():
             return _latents(op)
         case Attend() | LatentAttend():
             return _attention(op.attention)
@@ -183,7 +185,9 @@ def _heads(mixer: AttentionSpec) -> str:
     return f"{heads}, {own}{values}{growth}; writes keys and values"
 
 
-def _latents(op: Latents | Index | Choose) -> str:
+def _latents(op: Latents | Index | Choose | IndexBlocks | ChooseBlocks) -> str:
+    if isinstance(op, IndexBlocks | ChooseBlocks):
+        return _blocks_of_keys(op)
     if isinstance(op, Choose):
         return f"{op.attention.top_k:,} tokens by the scores of all heads"
     if isinstance(op, Index):
@@ -191,6 +195,14 @@ def _latents(op: Latents | Index | Choose) -> str:
         return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads"
     size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
     return f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}; writes {size} for all heads"
+
+
+def _blocks_of_keys(op: IndexBlocks | ChooseBlocks) -> str:
+    spec = op.indexer
+    if isinstance(op, IndexBlocks):
+        heads = f"{spec.heads} heads of {spec.key_dim}"
+        return f"{heads}, each normalised, {_rope(spec.rope)}; writes a key for all heads"
+    return f"{spec.top} blocks of {spec.block} tokens by the highest score of each, first the last {spec.local}"
 
 
 _BLOCKS = {

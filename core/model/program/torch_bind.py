@@ -10,7 +10,7 @@ from typing import Any
 
 from . import end_ops, ops, torch_ends, torch_ops, torch_other_ops
 from .ops import Op
-from .torch_indexer import choose, index
+from .torch_indexer import choose, choose_blocks, index, index_blocks
 from .torch_latents import latent_attend, latents
 from .torch_step import OpContext, Run
 from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
@@ -29,6 +29,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.AllReduce: torch_ops.all_reduce,
     ops.Attend: torch_ops.attend,
     ops.Choose: choose,
+    ops.ChooseBlocks: choose_blocks,
     ops.Clip: torch_other_ops.clip,
     ops.Concat: torch_other_ops.concat,
     ops.CorrectStreams: correct_streams,
@@ -36,6 +37,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.Gemm: torch_ops.gemm,
     ops.Heads: torch_ops.heads,
     ops.Index: index,
+    ops.IndexBlocks: index_blocks,
     ops.LatentAttend: latent_attend,
     ops.Latents: latents,
     ops.Mix: torch_other_ops.mix,

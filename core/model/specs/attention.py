@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from ....memory.pages.layer_projections import (
     LatentWidths,
     attention_projections,
+    block_indexer_projections,
     indexer_projections,
     latent_projections,
 )
 from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projection
 from ....ops.attention.blocks import BlockMask
-from .indexer import IndexerSpec
+from .indexer import BlockIndexerSpec, IndexerSpec
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -218,6 +219,10 @@ class AttentionSpec:
 
     indexer: IndexerSpec | None = None
     """Chooses these tokens; None: they are those of the last layer before it that has an indexer (GLM-5)."""
+
+    block_indexer: BlockIndexerSpec | None = None
+    """Chooses the blocks of tokens that queries of a head of keys and values attend to (MiniMax-M3)."""
+
     value_dim: int | None = None
     """Elements of a head's value where they are fewer than its key's (MiMo-V2); None: as many. Pages have as many of
     both: a value's others are zeros.
@@ -261,6 +266,11 @@ class AttentionSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What layers of one form have alike."""
+        return (self.num_heads, self.num_kv_heads, self.head_dim, self.q_rows)
 
     @property
     def cached_value_dim(self) -> int | None:
@@ -316,6 +326,8 @@ class AttentionSpec:
             size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
             gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
             inputs.append(gate)
+        if (index := self.block_indexer) is not None:
+            inputs += block_indexer_projections(hidden, index.heads, index.key_dim)
         return (*inputs, output)
 
     def _latent_projections(self, hidden: int, latent: LatentSpec) -> tuple[Projection, ...]:
@@ -342,8 +354,13 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KvShape:
-        """Of its keys and values, with the indexer's key at the end."""
-        return KvShape(self.num_kv_heads, self.head_dim + (0 if self.indexer is None else self.indexer.key_dim))
+        """Of its keys and values, with the indexer's key at the end: of a block indexer, parts of it behind the key and
+        the value of each head.
+        """
+        further = 0 if self.indexer is None else self.indexer.key_dim
+        if (index := self.block_indexer) is not None:
+            further = -(-index.key_dim // (2 * self.num_kv_heads))
+        return KvShape(self.num_kv_heads, self.head_dim + further)
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""
@@ -352,4 +369,5 @@ class AttentionSpec:
             num_heads=self.num_heads // size,
             num_kv_heads=max(1, self.num_kv_heads // size),
             kv_copies=max(1, size // self.num_kv_heads),
+            block_indexer=None if self.block_indexer is None else self.block_indexer.share(size),
         )

@@ -159,10 +159,7 @@ class ModelConfig:
         if any(layer.mixer_beside is not None and layer.attention is None for layer in self.layers):
             raise UnsupportedModel("a layer has a second mixer without attention, which is not supported")
         for shapes in (
-            *(
-                {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
-                for of in self.attention_shapes
-            ),
+            *({it.shape for it in self.attention_layers if it.form == of.form} for of in self.attention_shapes),
             {layer.recurrent for layer in self.layers if layer.recurrent},
             *(
                 {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
@@ -252,7 +249,8 @@ class ModelConfig:
     @property
     def top_k(self) -> int | None:
         """The most tokens that a query attends to in a layer with an indexer; None where no layer has one."""
-        return max((mixer.top_k for mixer in self.attention_layers if mixer.top_k is not None), default=None)
+        mixers = (mixer for mixer in self.attention_layers if mixer.block_indexer is None)
+        return max((mixer.top_k for mixer in mixers if mixer.top_k is not None), default=None)
 
     @property
     def cached_value_dim(self) -> int | None:
@@ -264,6 +262,8 @@ class ModelConfig:
         """Why keys and values can't be kept in FP8; None if they can."""
         if self.latent is not None:
             return "the model's layers keep latents of keys and values, which are not supported in FP8"
+        if any(mixer.block_indexer for mixer in self.attention_layers):
+            return "the model's layers keep keys of an indexer, which are not supported in FP8"
         return None if self.attention_layers else "no layer of the model has keys and values"
 
     @property

@@ -243,7 +243,8 @@ class LayerSpec:
 def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:
     """The different ropes of layers, and of their indexers."""
     mixers = [layer.attention for layer in layers if layer.attention is not None]
-    indexers = (mixer.indexer for mixer in mixers if mixer.indexer is not None)
+    both = (each for mixer in mixers for each in (mixer.indexer, mixer.block_indexer))
+    indexers = (each for each in both if each is not None)
     own = (mixer.rope for mixer in mixers if mixer.rope is not None)
     return list(dict.fromkeys((*own, *(each.rope for each in indexers))))
 

@@ -215,6 +215,10 @@ class _Layer:
             if (index := spec.attention.indexer) is not None:
                 ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
                 yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
+            if (blocks := spec.attention.block_indexer) is not None:
+                for name in ("q_norm", "k_norm"):
+                    tensor = SlotTensor(f"self_attn.indexer.{name}.weight", (blocks.key_dim,))
+                    yield Slot(f"index_{name}", (tensor,), Keep.NORM)
         yield from self._matrices(Group.QUERY_UP, Group.KV_UP, Group.INDEX_UP)
         if spec.attention is not None:
             yield from _of_attention(spec.attention)

@@ -128,7 +128,8 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
 
 
 TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
-TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MiMoV2FlashForCausalLM", "Dots3NoteForCausalLM"]
+TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MiMoV2FlashForCausalLM"]
+TEXT_ONLY += ["Dots3NoteForCausalLM", "MiniMaxM3VLForCausalLM"]
 for name in ("PhiMoEForCausalLM", "MPTForCausalLM"):  # no class of transformers has these names, which checkpoints have
     TEXT_ONLY.remove(name)
 SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
