@@ -194,7 +194,8 @@ class Geometry(_Strict):
             index = sum(each.outputs for each in layer if each.path.endswith(".indexer.wk"))
             of_blocks = sum(each.outputs for each in layer if each.path.endswith(".indexer.k_proj"))
             keys = (each for each in layer if each.path.endswith((".self_attn.k_proj", ".kv_a_proj_with_mqa")))
-            found += [_kept(each, index, of_blocks) for each in keys]
+            own = [_kept(each, index, of_blocks) for each in keys]
+            found += own or [KvShape(1, index)] * (index > 0)
         return tuple(found)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:

@@ -65,10 +65,13 @@ class LatentWidths(NamedTuple):
     form: str = ""
     """See `Projection`."""
 
+    is_shared: bool = False
+    """Latents of keys and values are another layer's."""
+
 
 def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[Projection, ...]:
     """Those of latent attention. What makes latents is of all heads, and every TP rank has it whole."""
-    q_rank, kv_rank, key, rotated, value, both, gate, gate_of_heads, form = widths
+    q_rank, kv_rank, key, rotated, value, both, gate, gate_of_heads, form, is_shared = widths
     q = heads * (key + rotated + gate)
     query = (
         (
@@ -79,9 +82,10 @@ def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[P
         else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads, form=form),)
     )
     gates = (Projection("self_attn.g_proj", Group.MIXER_IN, hidden, heads, heads, form=form),) * gate_of_heads
+    kept = Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1, form=form)
     return (
         *query,
-        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1, form=form),
+        *((kept,) * (not is_shared)),
         *gates,
         Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads, form=form),
         Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads, form=form),
@@ -89,14 +93,14 @@ def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[P
 
 
 def indexer_projections(
-    hidden: int, q_rank: int, heads: int, key: int, *, apart: bool = False
+    hidden: int, inputs: int, heads: int, key: int, *, apart: bool = False
 ) -> tuple[Projection, ...]:
-    """Those of the indexer of sparse attention, next to `latent_projections`. q_rank: width of the queries' latents;
+    """Those of the indexer of sparse attention, next to `latent_projections`. inputs: width of what makes its queries;
     key: elements of each of its heads' queries, and of the key that they share. apart: attention's queries have another
     input. Every TP rank has it whole, so that all choose the same tokens.
     """
     return (
-        Projection("self_attn.indexer.wq_b", Group.INDEX_UP if apart else Group.QUERY_UP, q_rank, heads * key, 1),
+        Projection("self_attn.indexer.wq_b", Group.INDEX_UP if apart else Group.QUERY_UP, inputs, heads * key, 1),
         Projection("self_attn.indexer.wk", Group.MIXER_IN, hidden, key, 1),
         Projection("self_attn.indexer.weights_proj", Group.MIXER_IN, hidden, heads, 1),
     )

@@ -349,6 +349,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "initializer_range": 0.1},
         {"patch_size": 14, "image_size": 28, **TOWER},
     ),
+    "MistralLarge4ForConditionalGeneration": (
+        "MistralLarge4Config",
+        {"model_type": "mistral_large4_text", **LATENT, **INDEXER, "n_routed_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "pad_token_id": 0, "no_rope_layers": [1, 0, 1]},
+        {"model_type": "pixtral", "head_dim": 16, **TOWER},
+    ),
     "FuyuForCausalLM": ("FuyuConfig", {"model_type": "persimmon"}, {}),
     "Qwen2_5OmniThinkerForConditionalGeneration": (
         "Qwen2_5OmniThinkerConfig", {"rope_parameters": MROPE}, {**QWEN_TOWER, "fullatt_block_indexes": [0]}
@@ -544,6 +550,8 @@ def whole_of(architecture: str, name: str, text: dict[str, Any], vision: dict[st
         for parameter_name, parameter in base.named_parameters():
             if "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
+            elif ".softmax_scaling." in parameter_name or parameter_name.endswith("rotary_emb.alpha"):
+                parameter.add_(torch.empty_like(parameter).uniform_(0.0, 0.4))
         for module in base.modules():  # a tower's, which begin with 0, would be told apart from none
             if type(module).__name__.endswith("Router") and not bool(module.weight.any()):
                 module.weight.normal_()

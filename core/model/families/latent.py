@@ -87,14 +87,20 @@ def indexed(fields: ConfigJson, *, interleaved: bool, kinds: list[str] | None = 
     paired to be rotated; those of attention are interleaved. kinds: of layers, FULL or SHARED; None: all are FULL.
     """
     check_query_latents(fields)
+    check_indexed(fields)
     own, count = attention(fields, interleaved=True), fields.integer("num_hidden_layers")
+    full = with_indexer(fields, own, interleaved=interleaved)
+    shared = replace(full, indexer=None, form="shared")
+    return [full if kind == FULL else shared for kind in kinds or [FULL] * count]
+
+
+def check_indexed(fields: ConfigJson) -> None:
+    """Refuse types of layers other than the only one."""
+    count = fields.integer("num_hidden_layers")
     if (types := fields.texts("layer_types")) and len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
     if unknown := [kind for kind in types if kind not in _INDEXED]:
         raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(_INDEXED)}")
-    full = with_indexer(fields, own, interleaved=interleaved)
-    shared = replace(full, indexer=None, form="shared")
-    return [full if kind == FULL else shared for kind in kinds or [FULL] * count]
 
 
 def with_indexer(fields: ConfigJson, mixer: AttentionSpec, *, interleaved: bool) -> AttentionSpec:

@@ -14,7 +14,7 @@ from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputG
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
-from ..specs.norms import BEHIND, PARALLEL, NormSpec
+from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
 from .ops import (
@@ -35,6 +35,7 @@ from .ops import (
     End,
     GateOutput,
     Gemm,
+    GrowHeads,
     Heads,
     Index,
     IndexBlocks,
@@ -119,6 +120,7 @@ class _Builder:
         self.earlier: LayerProgram | None = None
         self._norms = norms_of(spec)
         self._ops = self.parts[0]
+        self._rows: Read = STREAM
 
     def build(self) -> None:
         """Append them."""
@@ -190,7 +192,7 @@ class _Builder:
 
     def _inputs(self, mixer: AttentionSpec | RecurrentSpec, rows: Read) -> None:
         """What the mixers read; keys and values are written."""
-        second = self.spec.mixer_beside
+        second, self._rows = self.spec.mixer_beside, rows
         if second is not None:
             self._gemm(Group.BESIDE_IN, self._scaled(rows, second.in_factor, "r"), "r")
             if second.section_factors:
@@ -242,24 +244,35 @@ class _Builder:
         index = mixer.indexer
         behind = 0 if index is None else -index.key_dim - index.heads
         end = behind - mixer.num_heads * (mixer.output_gate is OutputGate.OF_HEADS)
-        kept = View("in", end - latent.kv_rank - latent.rotated_dim, end or None)
-        queries: Read = View("in", 0, kept.begin)
+        begin = end - (0 if mixer.shares_kv else latent.kv_rank + latent.rotated_dim)
+        queries: Read = View("in", 0, begin or None)
+        if index is not None and index.norms_input:
+            self._gemm(Group.INDEX_UP, self._put(Norm(self._rows, "ni", "index_input_norm", _layer_norm(index))), "ih")
         if latent.q_rank:
-            low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
-            if index is not None and index.apart:
-                self._gemm(Group.INDEX_UP, low, "ih")
-            low = self._put(Concat((low, queries), "ql")) if latent.both else low
-            queries = self._gemm(Group.QUERY_UP, low, "qh")
+            queries = self._of_low_rank(latent, index, queries)
         if index is not None:
+            if index.grows:
+                self._put(GrowHeads("ih", "ih", index.heads, "index_growth"))
             self._put(_index(index, behind))
             queries = queries if index.apart else View("qh", 0, -index.query_size)
+        if mixer.grows:
+            queries = self._put(GrowHeads(queries, "qh", mixer.num_heads, "growth"))
         if mixer.output_gate is OutputGate.BESIDE_QUERIES:
             self._put(TakeGates(queries, "gates", mixer.num_heads, latent.value_dim))
             width = mixer.query_dim + latent.value_dim
             queries = self._put(ResizeHeads(queries, "qh", 0, width, mixer.query_dim))
         if mixer.output_gate is OutputGate.OF_HEADS:
             self._put(TakeGates(View("in", end, behind or None), "gates", mixer.num_heads, latent.value_dim))
-        self._put(Latents(queries, self._kept(latent, kept), "q", mixer, latent))
+        kept = None if mixer.shares_kv else self._kept(latent, View("in", begin, end or None))
+        self._put(Latents(queries, kept, "q", mixer, latent))
+
+    def _of_low_rank(self, latent: LatentSpec, index: IndexerSpec | None, given: Read) -> Read:
+        """Queries of their latents, and an indexer's, which has them beside attention's or apart."""
+        low = self._put(Norm(given, "ql", "q_norm", NormSpec(latent.eps)))
+        if index is not None and index.apart and not index.norms_input:
+            self._gemm(Group.INDEX_UP, low, "ih")
+        low = self._put(Concat((low, given), "ql")) if latent.both else low
+        return self._gemm(Group.QUERY_UP, low, "qh")
 
     def _kept(self, latent: LatentSpec, kept: View) -> Read:
         """The latent and the key of all heads, which may have a norm."""
@@ -398,6 +411,11 @@ class _Builder:
         self._put(Activate("g", "f", spec.activation))
         self._gemm(Group.INPUT_PROJECTION, "f", "y")
         return self._output("y", "input_norm", ("input_norm",))
+
+
+def _layer_norm(index: IndexerSpec) -> NormSpec:
+    """Of what the indexer's queries are made of."""
+    return NormSpec(index.eps, NormKind.BIASED_LAYER, wide=True)
 
 
 def _index(index: IndexerSpec, behind: int) -> Index:

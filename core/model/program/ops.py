@@ -161,7 +161,9 @@ class Latents(Op):
     SLOTS = ("k_norm",)
 
     x: Read
-    kept: Read
+    kept: Read | None
+    """None: they are another layer's."""
+
     q: str
     attention: AttentionSpec
     latent: LatentSpec
@@ -303,6 +305,20 @@ class TakeGates(Op):
     heads: int
     width: int
     """Elements of a head's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowHeads(Op):
+    """Heads of x times `scale · log(position + 1) + bias`, a learned number each for each head."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+
+    x: Read
+    out: str
+    heads: int
+    weight: str
 
 
 @dataclass(frozen=True, slots=True)

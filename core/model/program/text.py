@@ -194,7 +194,8 @@ def _latents(op: Latents | Index | Choose | IndexBlocks | ChooseBlocks) -> str:
         heads = f"{op.indexer.heads} heads of {op.indexer.key_dim}"
         return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads"
     size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
-    return f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}; writes {size} for all heads"
+    heads = f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}"
+    return f"{heads}; an earlier layer's latents" if op.kept is None else f"{heads}; writes {size} for all heads"
 
 
 def _blocks_of_keys(op: IndexBlocks | ChooseBlocks) -> str:

@@ -35,6 +35,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.CorrectStreams: correct_streams,
     ops.GateOutput: torch_other_ops.gate_output,
     ops.Gemm: torch_ops.gemm,
+    ops.GrowHeads: torch_other_ops.grow_heads,
     ops.Heads: torch_ops.heads,
     ops.Index: index,
     ops.IndexBlocks: index_blocks,

@@ -15,7 +15,7 @@ from .torch_step import OpContext, Run, Step, reader
 
 
 def index(op: Index, at: OpContext) -> Run:
-    spec, model, kv = op.indexer, at.model, at.model.kv_index[at.index]
+    spec, model, kv = op.indexer, at.model, at.model.page_index[at.index]
     queries, key_of, factors = reader(op.x), reader(op.key), reader(op.factors)
     q_out, weights_out = Kept(op.q, (spec.heads, spec.key_dim)), Kept(op.weights, (spec.heads,))
 
@@ -35,7 +35,7 @@ def index(op: Index, at: OpContext) -> Run:
 
 
 def choose(op: Choose, at: OpContext) -> Run:
-    spec, mixer, model, kv = op.attention.indexer, op.attention, at.model, at.model.kv_index[at.index]
+    spec, mixer, model, kv = op.attention.indexer, op.attention, at.model, at.model.page_index[at.index]
     assert spec is not None and mixer.top_k is not None, "the layer has an indexer"
     width, top_k, kept = spec.key_dim, mixer.top_k_within(model.max_model_len), Kept(op.out, (mixer.top_k,), True)
 

@@ -197,6 +197,11 @@ class AttentionSpec:
 
     query_growth: QueryGrowth | None = None
 
+    grows: bool = False
+    """Queries of latents grow with their position p, by `scale · log(p + 1) + bias`, learned numbers of each head
+    (Mistral Large 4).
+    """
+
     sinks: bool = False
     """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""
 
@@ -242,7 +247,7 @@ class AttentionSpec:
 
     shares_kv: bool = False
     """It has no keys and values of its own: it reads those of the last layer before it that has its form and keys
-    (Gemma 4).
+    (Gemma 4). Over latents it may have an indexer, whose keys are all that its pages keep.
     """
 
     blocks: BlockMask = BlockMask.NONE
@@ -266,6 +271,11 @@ class AttentionSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def has_pages(self) -> bool:
+        """True if pages keep something of its own."""
+        return not self.shares_kv or self.indexer is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -341,11 +351,13 @@ class AttentionSpec:
             gate=latent.value_dim if self.output_gate is OutputGate.BESIDE_QUERIES else 0,
             gate_of_heads=self.output_gate is OutputGate.OF_HEADS,
             form=latent.form,
+            is_shared=self.shares_kv,
         )
         own = latent_projections(hidden, self.num_heads, widths)
         if (index := self.indexer) is None:
             return own
-        return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim, apart=index.apart))
+        inputs = hidden if index.norms_input else latent.q_rank
+        return (*own, *indexer_projections(hidden, inputs, index.heads, index.key_dim, apart=index.apart))
 
     @property
     def _num_kept(self) -> int:
@@ -358,6 +370,8 @@ class AttentionSpec:
         the value of each head.
         """
         further = 0 if self.indexer is None else self.indexer.key_dim
+        if self.shares_kv:
+            return KvShape(1, further)
         if (index := self.block_indexer) is not None:
             further = -(-index.key_dim // (2 * self.num_kv_heads))
         return KvShape(self.num_kv_heads, self.head_dim + further)

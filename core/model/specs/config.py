@@ -22,10 +22,11 @@ from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
-from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
+from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec, ropes_of
 from .norms import NormSpec
 from .positions import PositionTable
 from .recurrent import RecurrentSpec
+from .rope_config import RopeConfig
 from .tensor_names import LLAMA_TENSORS, TensorNames
 from .vision import VisionSpec
 
@@ -192,8 +193,8 @@ class ModelConfig:
 
     @cached_property
     def kv_layers(self) -> tuple[AttentionSpec, ...]:
-        """The mixers of layers with keys and values of their own."""
-        return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
+        """The mixers of layers of which pages keep something: keys and values, or an indexer's keys."""
+        return tuple(mixer for mixer in self.attention_layers if mixer.has_pages)
 
     @property
     def attention(self) -> AttentionSpec:
@@ -217,6 +218,11 @@ class ModelConfig:
     def num_recurrent_layers(self) -> int:
         """Layers with a state."""
         return sum(layer.recurrent is not None for layer in self.layers)
+
+    @property
+    def learned_rope(self) -> RopeConfig | None:
+        """The rope whose frequencies have learned factors; None: none has."""
+        return next((rope for rope in ropes_of(self.layers) if rope.is_learned), None)
 
     @property
     def num_heads(self) -> int:

@@ -28,14 +28,20 @@ class IndexerSpec:
     key_dim: int
     """Elements of its queries and keys."""
 
-    rope: RopeConfig
-    """Rotates their first elements."""
+    rope: RopeConfig | None
+    """Rotates their first elements; None: they are not rotated."""
 
     eps: float
     """Of the LayerNorm of keys."""
 
     apart: bool = False
     """Its queries are a product by themselves: attention's have another input."""
+
+    norms_input: bool = False
+    """Its queries are made of the layer's input, by a LayerNorm of the same eps (Mistral Large 4); they are apart."""
+
+    grows: bool = False
+    """Its queries grow as `AttentionSpec.grows` says."""
 
     @property
     def query_size(self) -> int:

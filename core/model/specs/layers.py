@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 from ....memory.pages.layer_projections import (
     input_projections,
@@ -244,9 +244,9 @@ def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:
     """The different ropes of layers, and of their indexers."""
     mixers = [layer.attention for layer in layers if layer.attention is not None]
     both = (each for mixer in mixers for each in (mixer.indexer, mixer.block_indexer))
-    indexers = (each for each in both if each is not None)
-    own = (mixer.rope for mixer in mixers if mixer.rope is not None)
-    return list(dict.fromkeys((*own, *(each.rope for each in indexers))))
+    indexers = (each.rope for each in both if each is not None)
+    own = (mixer.rope for mixer in mixers)
+    return list(dict.fromkeys(each for each in (*own, *indexers) if each is not None))
 
 
 def has_axes(layers: Sequence[LayerSpec]) -> bool:
@@ -256,10 +256,15 @@ def has_axes(layers: Sequence[LayerSpec]) -> bool:
 
 def kv_index(layers: Sequence[LayerSpec]) -> list[int]:
     """For each layer the place of its KV among the layers with KV of their own; of others that of the one before."""
-    found, count, last = [], 0, {}
-    for mixer in (layer.attention for layer in layers):
+    found, last = [], {}
+    for mixer, own in zip((layer.attention for layer in layers), page_index(layers), strict=True):
         if mixer is not None and not mixer.shares_kv:
-            last[mixer.form] = count
-            count += 1
-        found.append(count - 1 if mixer is None else last[mixer.form])
+            last[mixer.form] = own
+        found.append(own if mixer is None else last[mixer.form])
     return found
+
+
+def page_index(layers: Sequence[LayerSpec]) -> list[int]:
+    """For each layer its place among the layers of which pages keep something; of others that of the one before."""
+    mixers = (layer.attention for layer in layers)
+    return list(accumulate((mixer is not None and mixer.has_pages for mixer in mixers), initial=-1))[1:]

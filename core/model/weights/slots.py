@@ -19,6 +19,7 @@ from ....memory.pages.projections import NORM_GATES, SMALL_GROUPS, Group, Projec
 from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -215,6 +216,7 @@ class _Layer:
             if (index := spec.attention.indexer) is not None:
                 ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
                 yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
+                yield from _of_index_queries(index, self._hidden)
             if (blocks := spec.attention.block_indexer) is not None:
                 for name in ("q_norm", "k_norm"):
                     tensor = SlotTensor(f"self_attn.indexer.{name}.weight", (blocks.key_dim,))
@@ -383,7 +385,7 @@ def _of_recurrent(mixer: RecurrentSpec) -> Iterator[Slot]:
 def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
     """Norms of queries and keys, or of their latents."""
     if (latent := mixer.latent) is not None:
-        yield from _of_latents(latent)
+        yield from _of_latents(latent, mixer)
         return
     if mixer.head_norm in (None, HeadNorm.BARE):
         return
@@ -398,11 +400,24 @@ def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
             yield Slot(name, tuple(SlotTensor(f"self_attn.{name}.{end}", (width,), rows) for end in ends), Keep.NORM)
 
 
-def _of_latents(latent: LatentSpec) -> Iterator[Slot]:
-    """Norms of latents, and of the rotated key, each in a tensor of its own."""
+def _of_index_queries(index: IndexerSpec, hidden: int) -> Iterator[Slot]:
+    """The norm of what an indexer's queries are made of, and how they grow."""
+    if index.norms_input:
+        ends = (f"self_attn.indexer.q_input_norm.{end}" for end in ("weight", "bias"))
+        yield Slot("index_input_norm", tuple(SlotTensor(path, (hidden,)) for path in ends), Keep.NORM)
+    if index.grows:
+        parts = (f"self_attn.indexer.softmax_scaling.{part}" for part in ("scale", "bias"))
+        yield Slot("index_growth", tuple(SlotTensor(path, (index.heads,)) for path in parts), Keep.PLAIN)
+
+
+def _of_latents(latent: LatentSpec, mixer: AttentionSpec) -> Iterator[Slot]:
+    """Norms of latents, and of the rotated key, each in a tensor of its own; how queries grow."""
+    if mixer.grows:
+        heads, parts = mixer.num_heads, (f"self_attn.softmax_scaling.{part}" for part in ("scale", "bias"))
+        yield Slot("growth", tuple(SlotTensor(path, (heads,), ((heads, heads),)) for path in parts), Keep.PLAIN)
     widths = (
         ("q_norm", latent.q_rank, latent.q_factor),
-        ("k_norm", latent.kv_rank, latent.kv_factor),
+        ("k_norm", latent.kv_rank * (not mixer.shares_kv), latent.kv_factor),
         ("k_rotated_norm", latent.rotated_dim * latent.norms_key, 1.0),
     )
     for name, width, factor in widths:
