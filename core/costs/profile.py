@@ -192,8 +192,10 @@ class Geometry(_Strict):
         found: list[KvShape] = []
         for layer in self.projections.layers:
             index = sum(each.outputs for each in layer if each.path.endswith(".indexer.wk"))
-            keys = (each for each in layer if each.path.endswith((".k_proj", ".kv_a_proj_with_mqa")))
-            found += [KvShape(each.units, each.outputs // each.units + index) for each in keys]
+            of_blocks = sum(each.outputs for each in layer if each.path.endswith(".indexer.k_proj"))
+            keys = (each for each in layer if each.path.endswith((".self_attn.k_proj", ".kv_a_proj_with_mqa")))
+            own = [_kept(each, index, of_blocks) for each in keys]
+            found += own or [KvShape(1, index)] * (index > 0)
         return tuple(found)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
@@ -208,6 +210,14 @@ class Geometry(_Strict):
         targets = self.projections.names if targets is None else targets
         every = (projection for layer in self.projections.layers for projection in layer)
         return sum(each.outputs for each in every if each.name in targets) * self.itemsize
+
+
+def _kept(keys: Projection, index: int, of_blocks: int) -> KvShape:
+    """What pages keep of a layer with these keys. index, of_blocks: elements of the key of an indexer; of blocks, where
+    it is in parts behind the key and the value of each head.
+    """
+    further = index + -(-of_blocks // (2 * keys.units))
+    return KvShape(keys.units, keys.outputs // keys.units + further)
 
 
 class Profile(_Strict):

@@ -290,6 +290,7 @@ class ModelExecutor(ExecutorBase):
                 "it to a divisor of that"
             )
         state = _state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates)
+        shapes = tuple(mixer.kv_shape for mixer in model.kv_layers)
         try:
             return PageLayout(
                 num_layers=len(model.kv_layers),
@@ -304,7 +305,7 @@ class ModelExecutor(ExecutorBase):
                 value_dim=model.cached_value_dim,
                 windows=windows,
                 chunked=model.chunked,
-                shapes=tuple(mixer.kv_shape for mixer in model.kv_layers) if model.attention_shapes[1:] else (),
+                shapes=shapes if len(set(shapes)) > 1 else (),
             )
         except ValueError as error:
             size = self.shard.size

@@ -347,7 +347,7 @@ class CudaExecutor(CudaShapes):
                     max_rows=most_rows,
                     max_pages_per_row=layout.blocks_for_tokens(limit),
                     float8_kv=layout.float8_kv,
-                    value_dim=layout.value_dim,
+                    value_dim=model.kv_layers[layers[0]].cached_value_dim,
                     scores=tuple(dict.fromkeys(scores[layer] for layer in layers)),
                 )
                 if layout.chunked and window is not None:  # each chunk of a row is a row

@@ -152,7 +152,7 @@ class Merging:
         if targets := adapter.manifest.unmerged_targets:
             raise CannotMerge(
                 f"adapter {adapter.name!r} changes {', '.join(targets)}, parts of a mixture of experts, of inputs of "
-                "layers or beside a mixer, and these weights are not merged: serve it unmerged"
+                "layers, of norms' gates or beside a mixer, and these weights are not merged: serve it unmerged"
             )
         if not _is_complete(adapter):
             raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")

@@ -15,8 +15,8 @@ import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.projections import Group
-from ...ops.attention.attention import GroupedAttention, HeadShape, PagedAttention
-from ...ops.attention.latent_attention import LatentAttention
+from ...ops.attention.attention import GroupedAttention, HeadShape
+from ...ops.attention.attention_backend import paged_kind
 from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
 from ...ops.elementwise.float8_kv import UNSCALED, KvScales
 from ...ops.gemm.narrow_weights import NarrowWeight
@@ -40,7 +40,7 @@ from .program.torch_other_ops import kind_of_experts
 from .program.torch_program import Final, TorchProgram
 from .program.torch_step import AddedLogits, Batch, Bound, Residual, Step, batch_of_parts
 from .specs.config import ModelConfig
-from .specs.layers import kv_index, ropes_of
+from .specs.layers import kv_index, page_index, ropes_of
 from .specs.rope_config import RopeConfig
 from .weights.end_weights import end_weights
 from .weights.kept_weights import expert_packs, matrix_pack, moved
@@ -150,7 +150,8 @@ class DecoderModel:
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._logit_states: torch.Tensor | None = None
         self._prompt_lora: HeadLora | None = None
-        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes_of(config.layers)}
+        ropes, factors = ropes_of(config.layers), weights.rope_factors()
+        self._rotary = {rope: _rotary(rope, factors, max_model_len, dtype, device) for rope in ropes}
         self._program = TorchProgram(
             [layer_program(layer, config.norm) for layer in config.layers],
             end_programs(config),
@@ -159,6 +160,7 @@ class DecoderModel:
                 arena=arena,
                 ranks=ranks,
                 kv_index=kv_index(config.layers),
+                page_index=page_index(config.layers),
                 kv_scales=_kv_scales(weights, arena),
                 page_groups=arena.layout.group_of_layer,
                 num_layers=config.num_layers,
@@ -175,8 +177,9 @@ class DecoderModel:
     def new_attention(self) -> GroupedAttention:
         layout, device = self._arena.layout, self._arena.pages.device
         pairs = zip(self.heads, layout.group_windows, strict=True)
-        kind = PagedAttention if layout.value_dim is None else LatentAttention
-        groups = [(kind(heads, device), window) for heads, window in pairs]
+        firsts = (self.config.kv_layers[group.layers[0]] for group in layout.groups)
+        kinds = [paged_kind(layout.value_dim, blocks=each.block_indexer is not None) for each in firsts]
+        groups = [(kind(heads, device), window) for kind, (heads, window) in zip(kinds, pairs, strict=True)]
         return GroupedAttention(groups, layout.block_tokens, chunked=layout.chunked)
 
     @property
@@ -466,9 +469,13 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
     return weights.kv_scales() if arena.layout.float8_kv else [UNSCALED] * arena.layout.num_layers
 
 
-def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
+def _rotary(
+    rope: RopeConfig, factors: torch.Tensor | None, positions: int, dtype: torch.dtype, device: torch.device
+) -> RotaryEmbedding:
+    """factors: of frequencies, where they are learned."""
+    angles = rope.angles(positions)
     return RotaryEmbedding(
-        rope.angles(positions),
+        angles if factors is None or not rope.is_learned else angles * factors.to(angles.device),
         positions,
         dtype,
         device,

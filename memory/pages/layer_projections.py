@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from .projections import Group, Projection, Projections
+from .projections import NORM_GATES, Group, Projection, Projections
 
 #: The groups of a mixer's projections where it is beside another one.
 _BESIDE = {Group.MIXER_IN: Group.BESIDE_IN, Group.MIXER_OUT: Group.BESIDE_OUT}
@@ -38,39 +39,80 @@ def attention_projections(
     )
 
 
-def latent_projections(
-    hidden: int, heads: int, *, q_rank: int, kv_rank: int, key: int, rotated: int, value: int
-) -> tuple[Projection, ...]:
-    """Those of latent attention. q_rank: width of the queries' latents, 0 where queries have none; kv_rank: that of
-    keys and values together. key, rotated: elements of a head's key that are not rotated, and that are; value: of its
-    value. What makes latents is of all heads, and every TP rank has it whole.
-    """
-    q = heads * (key + rotated)
+class LatentWidths(NamedTuple):
+    """Widths of latent attention, for its projections."""
+
+    q_rank: int
+    """Of the queries' latents; 0 where queries have none."""
+
+    kv_rank: int
+    """Of the latents of keys and values together."""
+
+    key: int
+    """Elements of a head's key that are not rotated."""
+
+    rotated: int
+    value: int
+    both: bool = False
+    """Queries are made of their latents with and without a norm."""
+
+    gate: int = 0
+    """Elements of the gate that each head has behind its query."""
+
+    gate_of_heads: bool = False
+    """The layer's input gives each head one number as a gate."""
+
+    form: str = ""
+    """See `Projection`."""
+
+    is_shared: bool = False
+    """Latents of keys and values are another layer's."""
+
+
+def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[Projection, ...]:
+    """Those of latent attention. What makes latents is of all heads, and every TP rank has it whole."""
+    q_rank, kv_rank, key, rotated, value, both, gate, gate_of_heads, form, is_shared = widths
+    q = heads * (key + rotated + gate)
     query = (
         (
-            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1),
-            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank, q, heads),
+            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1, form=form),
+            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank * (1 + both), q, heads, form=form),
         )
         if q_rank
-        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads),)
+        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads, form=form),)
     )
+    gates = (Projection("self_attn.g_proj", Group.MIXER_IN, hidden, heads, heads, form=form),) * gate_of_heads
+    kept = Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1, form=form)
     return (
         *query,
-        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1),
-        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads),
-        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads),
+        *((kept,) * (not is_shared)),
+        *gates,
+        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads, form=form),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads, form=form),
     )
 
 
-def indexer_projections(hidden: int, q_rank: int, heads: int, key: int) -> tuple[Projection, ...]:
-    """Those of the indexer of sparse attention, next to `latent_projections`. q_rank: width of the queries' latents;
-    key: elements of each of its heads' queries, and of the key that they share. Every TP rank has it whole, so that all
-    choose the same tokens.
+def indexer_projections(
+    hidden: int, inputs: int, heads: int, key: int, *, apart: bool = False
+) -> tuple[Projection, ...]:
+    """Those of the indexer of sparse attention, next to `latent_projections`. inputs: width of what makes its queries;
+    key: elements of each of its heads' queries, and of the key that they share. apart: attention's queries have another
+    input. Every TP rank has it whole, so that all choose the same tokens.
     """
     return (
-        Projection("self_attn.indexer.wq_b", Group.QUERY_UP, q_rank, heads * key, 1),
+        Projection("self_attn.indexer.wq_b", Group.INDEX_UP if apart else Group.QUERY_UP, inputs, heads * key, 1),
         Projection("self_attn.indexer.wk", Group.MIXER_IN, hidden, key, 1),
         Projection("self_attn.indexer.weights_proj", Group.MIXER_IN, hidden, heads, 1),
+    )
+
+
+def block_indexer_projections(hidden: int, heads: int, key: int) -> tuple[Projection, ...]:
+    """Those of the indexer of blocks, next to `attention_projections`. key: elements of each of its heads' queries, and
+    of the key that they share, which every TP rank has.
+    """
+    return (
+        Projection("self_attn.indexer.q_proj", Group.MIXER_IN, hidden, heads * key, heads),
+        Projection("self_attn.indexer.k_proj", Group.MIXER_IN, hidden, key, 1),
     )
 
 
@@ -176,6 +218,19 @@ def low_rank_projections(hidden: int, rank: int) -> tuple[Projection, ...]:
     return (
         Projection("laurel.linear_left", Group.LOW_RANK_DOWN, hidden, rank, 1),
         Projection("laurel.linear_right", Group.LOW_RANK_UP, rank, hidden, 1),
+    )
+
+
+def norm_gate_projections(hidden: int, rank: int, norms: Sequence[str]) -> tuple[Projection, ...]:
+    """Those of the gates of norms' outputs, by the names of these norms. rank: width between the two matrices."""
+    return tuple(
+        each
+        for norm in norms
+        for down, up in (NORM_GATES[norm],)
+        for each in (
+            Projection(f"norm_gates.{norm}.fc1", down, hidden, rank, 1),
+            Projection(f"norm_gates.{norm}.fc2", up, rank, hidden, 1),
+        )
     )
 
 

@@ -86,12 +86,25 @@ class Group(IntEnum):
     SCAN_IN = 25
     """Of a mixer of two parts: latents of its steps, B and C, from what the first part gives."""
 
+    INDEX_UP = 26
+    """The queries of an indexer, where latent attention's have another input."""
+
+    MIXER_GATES_DOWN = 27
+    """The first of two small matrices that make gates of a mixer's normalised input; likewise `MIXER_GATES_UP`."""
+
+    MIXER_GATES_UP = 28
+
+    MLP_GATES_DOWN = 29
+    """Likewise, of the feed-forward part's; and `MLP_GATES_UP`."""
+
+    MLP_GATES_UP = 30
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
 
 #: Further ones of a layer with latent attention.
-LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP)
+LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP, Group.INDEX_UP)
 
 #: Further ones of a layer with a recurrent mixer whose gates or steps have latents.
 GATE_GROUPS = (Group.DECAY_UP, Group.OUTPUT_GATE_UP, Group.SCAN_IN)
@@ -115,14 +128,21 @@ BESIDE_GROUPS = (Group.BESIDE_IN, Group.BESIDE_OUT)
 #: Those of two small matrices beside a mixer (LAuReL); all TP ranks have them.
 LOW_RANK_GROUPS = (Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
 
+#: Those of two small matrices for the gates of a norm's output, by the norm; all TP ranks have them.
+NORM_GATES = {
+    "attention_norm": (Group.MIXER_GATES_DOWN, Group.MIXER_GATES_UP),
+    "mlp_norm": (Group.MLP_GATES_DOWN, Group.MLP_GATES_UP),
+}
+
+#: Those of all small matrices beside a layer's parts, which adapters are never merged into.
+SMALL_GROUPS = (*INPUT_GROUPS, *LOW_RANK_GROUPS, *NORM_GATES["attention_norm"], *NORM_GATES["mlp_norm"])
+
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *GATE_GROUPS, *BESIDE_GROUPS, *LOW_RANK_GROUPS)
+FURTHER_GROUPS = (*LATENT_GROUPS, *GATE_GROUPS, *BESIDE_GROUPS, *SMALL_GROUPS)
 
 _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
 
-_REPLICATED = frozenset(
-    {Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, *LOW_RANK_GROUPS, Group.INPUTS}
-)
+_REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *SMALL_GROUPS, Group.INPUTS, Group.INDEX_UP})
 
 _ROW_PARALLEL = frozenset(
     {Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN, Group.BESIDE_OUT, Group.SCAN_IN}
@@ -442,11 +462,8 @@ class Projections:
 
     @cached_property
     def unmerged(self) -> frozenset[str]:
-        """Names of projections that are never merged with adapters: of mixtures, of further inputs of layers, and small
-        ones beside a mixer.
-        """
-        apart = (*INPUT_GROUPS, *LOW_RANK_GROUPS)
-        return self.mixture.union(each.name for each in self._all if each.group in apart)
+        """Names of projections that are never merged with adapters: of mixtures, and those of `SMALL_GROUPS`."""
+        return self.mixture.union(each.name for each in self._all if each.group in SMALL_GROUPS)
 
     @cached_property
     def bypassed(self) -> frozenset[str]:

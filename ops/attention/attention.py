@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from ..elementwise.float8_kv import UNSCALED, KvScales
 from ..upload import on_device
 from .blocks import BlockMask, BlockSpans
 from .latents import LatentHeads
+
+if TYPE_CHECKING:
+    from .key_blocks import KeyBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,12 @@ class Scores:
     """
 
     top_k: int | None = None
-    """Keys that a query attends to, of those that it sees, as `Attention.choose` gives them; None: all."""
+    """Keys that a query attends to, of those that it sees, as `Attention.choose` or `choose_blocks` gives them; None:
+    all.
+    """
+
+    key_block: int = 0
+    """Keys of a block, where blocks of them are chosen; 0: single ones are."""
 
 
 #: Scores that are made at once where attention makes them, which soft caps, sinks, slopes and latents ask for: in
@@ -228,12 +236,13 @@ class Attention(ABC):
         sinks: torch.Tensor | None = None,
         kv_scales: KvScales = UNSCALED,
         slopes: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
         q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: of q's shape, to write to.
         scores: of the layer, among those of `AttentionSetup`. sinks, slopes: `[heads]`, where the layer has them.
-        Returns `[tokens, heads · head_dim]`.
+        chosen: of `choose_blocks`, where queries attend to chosen blocks alone. Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out
         cache = KvCache(k_cache, v_cache, kv_scales)
@@ -241,7 +250,10 @@ class Attention(ABC):
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
         if slopes is not None and not self.takes_slopes:
             raise NotImplementedError(f"{type(self).__name__} has no slopes of ALiBi; use attention torch")
-        self._attend(q, cache, out, scores, HeadTerms(sinks, slopes))
+        if chosen is None:
+            self._attend(q, cache, out, scores, HeadTerms(sinks, slopes))
+        else:
+            self._attend_blocks(q, cache, out, scores, chosen)
         return out.view(len(q), -1)
 
     def run_latents(
@@ -281,6 +293,20 @@ class Attention(ABC):
         key]`. See `indexer.chosen_places`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no indexer; use attention torch")
+
+    def choose_blocks(self, q: torch.Tensor, cache: KvCache, blocks: KeyBlocks) -> torch.Tensor:
+        """The blocks of its row that an indexer chooses for each query of each head of keys and values: `[tokens,
+        kv_heads, top]`. Blocks of a row of at most `top` are not written: queries attend to all.
+
+        q: `[tokens, kv_heads, key]`; cache: the indexer's keys, in halves behind keys and values: see `key_blocks`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no indexer of blocks; use attention torch")
+
+    def _attend_blocks(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, chosen: torch.Tensor
+    ) -> None:
+        """Write to `out`: attention to chosen blocks."""
+        raise NotImplementedError(f"{type(self).__name__} has no attention to chosen blocks; use attention torch")
 
     def _attend_latents(
         self,
@@ -383,6 +409,11 @@ class PagedAttention(Attention):
             out[self._first_decode_token :] = attended[:, :, 0]
         if scales.v != 1:
             out *= scales.v
+
+    @property
+    def _decode_places(self) -> int:
+        """Places of the longest of the decode rows' tables."""
+        return self._decode_pages.shape[1] * self._block_tokens
 
     def _decode_mask(self, window: int | None) -> torch.Tensor:
         """True where a decode row `[rows, 1, 1, places]` sees a place; made once a plan for each window."""
@@ -501,10 +532,6 @@ class GroupedAttention:
         return self._groups[group][0]
 
 
-#: Of a mask that is a tensor, without a window.
-_ALL_SEEN = None, True
-
-
 class Prefill:
     """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them.
     blocks: of the step's tokens.
@@ -569,9 +596,14 @@ class Prefill:
     @property
     def visible(self) -> torch.Tensor:
         """True where one of its tokens `[length, kv_len]` sees a token."""
-        if (found := self._masks.get(_ALL_SEEN)) is None:
+        return self.seen(None)
+
+    def seen(self, window: int | None) -> torch.Tensor:
+        """`visible`, of the last `window` tokens alone; made once a plan."""
+        window = None if window is None or window >= self.kv_len else window
+        if (found := self._masks.get((window, True))) is None:
             length = self.tokens.stop - self.tokens.start
-            found = self._masks[_ALL_SEEN] = _visible(length, self.kv_len, None, self._device)
+            found = self._masks[window, True] = _visible(length, self.kv_len, window, self._device)
         return found
 
     def _make(self, window: int | None, explicit: bool) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ import torch
 from ..elementwise.float8_kv import DTYPE as FLOAT8
 from .attention import PLAIN, Attention, AttentionSetup, GroupedAttention, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
+from .block_attention import BlockAttention
 from .latent_attention import LatentAttention
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve. xqa:
@@ -121,6 +122,11 @@ class GroupedBackend:
         return GroupedAttention(groups, self._block_tokens, chunked=self._chunked)
 
 
+def paged_kind(value_dim: int | None, *, blocks: bool) -> type[PagedAttention]:
+    """Attention by PyTorch's operators. value_dim: of latents, None for others. blocks: blocks of keys are chosen."""
+    return BlockAttention if blocks else PagedAttention if value_dim is None else LatentAttention
+
+
 def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> AttentionBackend:
     """Return the backend for a page group's layers on a device.
 
@@ -128,7 +134,7 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     """
     heads, dtype, device = setup.heads, setup.dtype, setup.device
     theirs = ours = None
-    kind = PagedAttention if setup.value_dim is None else LatentAttention
+    kind = paged_kind(setup.value_dim, blocks=any(each.key_block for each in setup.scores))
     if wanted == "torch":
         return TorchBackend(heads, device, "attention is torch", kind=kind)
     if wanted != "triton":
@@ -148,6 +154,8 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
         # query heads of latents are divided among programs
         group, width = (heads.group, heads.head_dim) if setup.value_dim is None else (1, setup.value_dim)
         ours = triton_obstacle(group, width, dtype, device, setup.scores, float8_kv=setup.float8_kv)
+        if setup.value_dim is not None and any(each.window is not None for each in setup.scores):
+            ours = ours or Obstacle("the decode kernel has no windows over latents, and the model has them")
         if ours is None:
             from .attention_triton import TritonBackend
 
@@ -271,6 +279,8 @@ def flashinfer_obstacle(
         return Obstacle("FlashInfer is not asked for attention sinks, and the model has them")
     if any(each.has_slopes for each in scores):
         return Obstacle("FlashInfer is not asked for slopes of ALiBi, and the model has them")
+    if any(each.key_block for each in scores):
+        return Obstacle("FlashInfer is not asked for chosen blocks of keys, and the model has them")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return Obstacle(f"FlashInfer needs compute capability 8.0, {device} has {_dotted(capability)}")
     try:

@@ -50,21 +50,22 @@ class LatentAttention(PagedAttention):
         chosen: torch.Tensor | None,
     ) -> None:
         scale, top_k = self._head_dim**-0.5 if scores.scale is None else scores.scale, scores.top_k
+        window = scores.window
         for prefill in self._prefills:
             own = q[prefill.tokens]
             kept = self._gather(cache, prefill.pages, prefill.kv_len).to(q.dtype)
             broken = self._broken(kept, kept)
             kept = kept if broken is None else kept.masked_fill(broken, 0)
             attend = self._made if len(own) >= heads.break_even else self._absorbed
-            found, seen = out[prefill.tokens], None
+            found, seen = out[prefill.tokens], None if window is None else prefill.seen(window)
             if chosen is not None and top_k is not None and prefill.kv_len > top_k:
                 seen = seen_and_chosen(prefill.visible, chosen[prefill.tokens, :top_k])
             attend(own, kept, prefill, heads, scale, found, seen)
             if broken is not None:
-                seen = self._who_sees(broken, found.transpose(0, 1)[None].shape, None)
+                seen = self._who_sees(broken, found.transpose(0, 1)[None].shape, window)
                 found.masked_fill_(seen[0].transpose(0, 1), torch.nan)
         if count := len(self._decode_pages):
-            first, seen = self._first_decode_token, self._decode_mask(None)[:, 0]
+            first, seen = self._first_decode_token, self._decode_mask(window)[:, 0]
             if chosen is not None and top_k is not None and self._decode_places > top_k:
                 kept, seen = self._gather_chosen(cache, chosen[first:, :top_k].long(), q.dtype)
             else:
@@ -72,11 +73,6 @@ class LatentAttention(PagedAttention):
             rows = heads.absorb(q[first:], first)[:, :, None]
             found = _over_latents(rows, kept, heads.kv_rank, seen, scale)
             heads.expand(found[:, :, 0], out[first:], first)
-
-    @property
-    def _decode_places(self) -> int:
-        """Places of the longest of the decode rows' tables."""
-        return self._decode_pages.shape[1] * self._block_tokens
 
     def _gather_chosen(
         self, cache: torch.Tensor, places: torch.Tensor, dtype: torch.dtype

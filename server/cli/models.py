@@ -96,7 +96,11 @@ def _heads(mixer: AttentionSpec) -> str:
         index = mixer.indexer
         by = "an earlier layer" if index is None else f"an indexer of {index.heads} heads of {index.key_dim}"
         return f"{own}, of {mixer.top_k} tokens chosen by {by}"
-    return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
+    own = f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
+    if (index := mixer.block_indexer) is None:
+        return own
+    by = f"an indexer of {index.heads} heads of {index.key_dim}"
+    return f"{own}, of {index.top} blocks of {index.block} tokens chosen by {by}"
 
 
 def _sizes(model: ModelConfig) -> list[str]:

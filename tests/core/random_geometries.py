@@ -181,6 +181,67 @@ def _glm_5(rng: random.Random) -> Fields:
     }
 
 
+def _ax_2(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    groups = rng.random() < 0.5
+    return {
+        **found,
+        "n_group": found["n_group"] if groups else None,
+        "topk_group": found["topk_group"] if groups else None,
+        "gated_norm_rank": rng.choice((1, 3, 4, 8, 16)),
+    }
+
+
+def _dots_3(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    count = found["num_hidden_layers"] = rng.randint(1, 4)
+    heads, key, rotated = rng.choice((1, 2, 3)), rng.choice((8, 12, 16)), rng.choice((4, 8, 16))
+    whole = rng.choice(("indexed_attention", "indexed_attention", "full_attention"))
+    return {
+        **found,
+        "index_head_dim": max(found["index_head_dim"], found["qk_rope_head_dim"]),
+        "layer_types": _types(rng, count, (whole, "sliding_attention")),
+        "use_dsa": whole == "indexed_attention",
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "shared_experts_intermediate_size": rng.choice((16, 40)),
+        "sliding_window": rng.choice((5, 16, 40)),
+        "head_dim": 4 * found["qk_rope_head_dim"],
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": heads,
+        "swa_q_lora_rank": rng.choice((8, 16, 24)),
+        "swa_kv_lora_rank": rng.choice((16, 24, 40)),
+        "swa_qk_nope_head_dim": key,
+        "swa_head_dim": key + rotated,
+        "swa_v_head_dim": rng.choice((8, 16, 24)),
+        "initializer_range": 0.1,
+    }
+
+
+def _minimax_3(rng: random.Random) -> Fields:
+    found, own, head_dim = _grouped(rng), _experts(rng), rng.choice((12, 16, 24, 32))
+    count, rotated = found["num_hidden_layers"], rng.choice((4, 8, 12))
+    return {
+        **found,
+        "head_dim": head_dim,
+        "rotary_dim": rotated,
+        "layer_types": _types(rng, count, ("full_attention", "minimax_m3_sparse", "minimax_m3_sparse")),
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "num_local_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"],
+        "intermediate_size": own["moe_intermediate_size"],
+        "dense_intermediate_size": rng.choice((40, 64)),
+        "shared_intermediate_size": rng.choice((16, 40)),
+        "routed_scaling_factor": rng.choice((1.0, 1.5)),
+        "swiglu_limit": rng.choice((0.5, 7.0)),
+        "index_n_heads": found["num_key_value_heads"],
+        "index_head_dim": rng.choice((12, 14, 16, 24)),
+        "index_block_size": rng.choice((1, 3, 4, 8, 16)),
+        "index_topk_blocks": rng.choice((1, 2, 3, 5)),
+        "index_local_blocks": rng.choice((0, 1, 1, 2)),
+        "initializer_range": 0.1,
+    }
+
+
 def _lara(rng: random.Random) -> Fields:
     found = {**_grouped(rng), **_experts(rng)}
     count = found["num_hidden_layers"] = rng.randint(2, 4)
@@ -397,6 +458,9 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "mistral-4": _latent,
     "deepseek-v3.2": _indexer,
     "glm-5": _glm_5,
+    "ax-k2": _ax_2,
+    "dots-3-note": _dots_3,
+    "minimax-m3": _minimax_3,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
     "mamba-1": _mamba_1,

@@ -157,7 +157,7 @@ def test_a_restarted_server_has_the_hits_and_bits_of_before(tiny, drive, tmp_pat
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kernels", ["torch"])
-@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5", "ax-k2", "dots-3-note", "minimax-m3"])
 def test_what_comes_back_has_the_keys_of_indexers(tiny, drive, tmp_path, family):
     """From host memory and from files; PyTorch's operators alone compute these families."""
     test_what_comes_back_from_host_memory_gives_the_bits_of_a_cold_server(tiny, drive, family, "auto")

@@ -22,7 +22,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
 from .model.checkpoints.quantization.twins import weights
-from .tiny_families import LATENT, YARN
+from .tiny_families import INDEXER, LATENT, LATENT_WINDOWS, YARN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -335,6 +335,26 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "ssm_state_size": 16, "n_groups": 2},
         {"model_type": "radio", "video_temporal_patch_size": 2, "patch_size": 14, "image_size": 28, **TOWER},
     ),
+    "Dots3NoteForConditionalGeneration": (
+        "Dots3NoteConfig",
+        {**LATENT, **LATENT_WINDOWS, **INDEXER, "n_routed_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0,
+         "moe_intermediate_size": 40, "shared_experts_intermediate_size": 24, "initializer_range": 0.1},
+        {"patch_size": 14, "adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"], **TOWER},
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": (
+        "MiniMaxM3VLConfig",
+        {"rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40,
+         "dense_intermediate_size": 96, "shared_intermediate_size": 24, "index_n_heads": 2, "index_head_dim": 12,
+         "index_block_size": 4, "index_topk_blocks": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "initializer_range": 0.1},
+        {"patch_size": 14, "image_size": 28, **TOWER},
+    ),
+    "MistralLarge4ForConditionalGeneration": (
+        "MistralLarge4Config",
+        {"model_type": "mistral_large4_text", **LATENT, **INDEXER, "n_routed_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "pad_token_id": 0, "no_rope_layers": [1, 0, 1]},
+        {"model_type": "pixtral", "head_dim": 16, **TOWER},
+    ),
     "FuyuForCausalLM": ("FuyuConfig", {"model_type": "persimmon"}, {}),
     "Qwen2_5OmniThinkerForConditionalGeneration": (
         "Qwen2_5OmniThinkerConfig", {"rope_parameters": MROPE}, {**QWEN_TOWER, "fullatt_block_indexes": [0]}
@@ -376,6 +396,11 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "audio_config": {"codebook_size": 10, "codebook_dim": 8, "num_filters": 4, "hidden_size": 8,
                          "num_lstm_layers": 1, "upsampling_ratios": [2, 2]},
     },
+    "Dots3NoteForConditionalGeneration": {
+        "audio_config": {**TOWER, "adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8,
+                         "feature_size": 16},
+    },
+    "MiniMaxM3SparseForConditionalGeneration": {"projector_hidden_size": 32},
     "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 64, "projector_hidden_size": 32},
     "Cosmos3EdgeForConditionalGeneration": {"projector_hidden_size": 32},
     "Phi4MultimodalForCausalLM": {
@@ -525,6 +550,8 @@ def whole_of(architecture: str, name: str, text: dict[str, Any], vision: dict[st
         for parameter_name, parameter in base.named_parameters():
             if "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
+            elif ".softmax_scaling." in parameter_name or parameter_name.endswith("rotary_emb.alpha"):
+                parameter.add_(torch.empty_like(parameter).uniform_(0.0, 0.4))
         for module in base.modules():  # a tower's, which begin with 0, would be told apart from none
             if type(module).__name__.endswith("Router") and not bool(module.weight.any()):
                 module.weight.normal_()

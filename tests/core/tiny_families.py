@@ -84,6 +84,12 @@ LATENT = {
 #: An indexer that chooses among the tokens of tests' prompts. With few heads, many scores would be 0, and so equal.
 INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
 
+#: Layers with windows over latents of other sizes (Dots 3 Note).
+LATENT_WINDOWS = {
+    "head_dim": 24, "sliding_window": 20, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 16, "swa_kv_lora_rank": 40, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
+}  # fmt: skip
+
 #: Families that transformers computes, and saves, by another family's class, which their checkpoints do not name.
 BY_ANOTHER = {
     "InternLM3Config": "InternLM3ForCausalLM",
@@ -777,6 +783,55 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "indexer_types": ["full", "shared", "full", "full", "shared"]},
         "50GB",
     ),
+    "ax-k2": (
+        "AXK2Config",
+        {**LATENT, **INDEXER, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "routed_scaling_factor": 1.5, "num_hidden_layers": 3, "gated_norm_rank": 6, "pad_token_id": 0},
+        "50GB",
+    ),
+    "ax-k2-groups": (
+        "AXK2Config",
+        {**LATENT, **INDEXER, "v_head_dim": 16, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
+         "topk_group": 2, "moe_intermediate_size": 24, "mlp_layer_types": ["sparse", "dense"], "gated_norm_rank": 4,
+         "attention_bias": True, "hidden_size": 48, "pad_token_id": 0,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "20KB",
+    ),
+    "dots-3-note": (
+        "Dots3NoteTextConfig",
+        {**LATENT, **INDEXER, **LATENT_WINDOWS, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "shared_experts_intermediate_size": 24, "n_shared_experts": 2,
+         "routed_scaling_factor": 1.5, "num_hidden_layers": 4, "pad_token_id": 0, "initializer_range": 0.1},
+        "50GB",
+    ),
+    "dots-3-note-full": (
+        "Dots3NoteTextConfig",
+        {**LATENT, **LATENT_WINDOWS, "swa_head_dim": 20, "use_dsa": False, "attention_bias": True, "hidden_size": 48,
+         "sliding_window": 7, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+         "moe_intermediate_size": 24, "shared_experts_intermediate_size": 24, "num_hidden_layers": 3,
+         "mlp_layer_types": ["sparse"] * 3, "tie_word_embeddings": True, "pad_token_id": 0, "initializer_range": 0.1,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "20KB",
+    ),
+    "minimax-m3": (
+        "MiniMaxM3VLTextConfig",
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 16, "num_experts_per_tok": 3, "intermediate_size": 40,
+         "dense_intermediate_size": 96, "shared_intermediate_size": 24, "num_hidden_layers": 3, "index_n_heads": 2,
+         "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1,
+         "mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_factor": 1.5, "initializer_range": 0.1,
+         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+        "50GB",
+    ),
+    "minimax-m3-plain": (
+        "MiniMaxM3VLTextConfig",
+        {"head_dim": 24, "rotary_dim": 12, "num_key_value_heads": 1, "num_local_experts": 8, "num_experts_per_tok": 2,
+         "intermediate_size": 24, "dense_intermediate_size": 64, "shared_intermediate_size": 24, "index_n_heads": 1,
+         "index_head_dim": 20, "index_block_size": 5, "index_topk_blocks": 2, "index_local_blocks": 0,
+         "mlp_layer_types": ["sparse", "dense"], "hidden_size": 48, "swiglu_alpha": 1.2, "swiglu_limit": 1.5,
+         "layer_types": ["minimax_m3_sparse"] * 2, "tie_word_embeddings": True, "initializer_range": 0.1},
+        "20KB",
+    ),
     "afmoe": (
         "AfmoeConfig",
         {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
@@ -1128,7 +1183,9 @@ OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear
 GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-INDEXERS = ["indexer.wq_b", "indexer.wk", "indexer.weights_proj"]
+OF_WINDOWS = [f"{each}@sliding" for each in (*LATENTS, "g_proj", "o_proj")]
+INDEXERS = ["indexer.wq_b", "indexer.wk", "indexer.weights_proj", "indexer.q_proj", "indexer.k_proj"]
+NORM_GATES = [f"{norm}.{part}" for norm in ("attention_norm", "mlp_norm") for part in ("fc1", "fc2")]
 NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-1", "mamba-2", "falcon-mamba")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
@@ -1137,7 +1194,10 @@ ADAPTERS = {
     "r3-all": (
         3,
         6,
-        [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj", *UNITS, *LATENTS, *INDEXERS, *MLP],
+        [
+            *(*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj"),
+            *(*UNITS, *LATENTS, *OF_WINDOWS, *INDEXERS, *MLP),
+        ],
     ),
     "r8-qv": (
         8,
@@ -1155,9 +1215,11 @@ ADAPTERS = {
                 "x_proj",
             ),
             "indexer.wk",
+            "kv_b_proj@sliding",
+            "indexer.k_proj",
         ],
     ),
-    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", "linear_out", *MLP]),
+    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", "o_proj@sliding", "linear_out", *MLP]),
 }
 
 
@@ -1313,7 +1375,7 @@ def randomise(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("altup.router_norm.weight"):
                 parameter.uniform_(24, 72)
-            elif "norm" in name or ".ln_" in name or name.endswith("correct_output_scale"):
+            elif ("norm" in name and ".mlp.fc" not in name) or ".ln_" in name or name.endswith("correct_output_scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)

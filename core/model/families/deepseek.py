@@ -1,8 +1,7 @@
 """DeepSeek-V2, V3 and V3.2: latent attention. The first layers are dense, the others have routed and shared experts.
 
 Kimi K2 and Moonlight are V3's models. Of V3 experts are chosen by sigmoids with a learned correction, as in GLM-4.5.
-V3.2 attends to the tokens that an indexer chooses. A.X K1 is V3 with a norm behind the experts. DeepSeek-OCR 2 has V2's
-experts behind attention as of Llama.
+V3.2 attends to the tokens that an indexer chooses. DeepSeek-OCR 2 has V2's experts behind attention as of Llama.
 
 Tests: tests/core/test_experts.py, tests/core/layers/test_latents.py
 """
@@ -15,7 +14,6 @@ from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
-from ..specs.norms import Norms
 from . import glm_moe, latent, reading
 
 
@@ -45,25 +43,6 @@ def _read_v32(fields: ConfigJson) -> ModelConfig:
     _check_scoring(fields, "sigmoid")
     has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
     return glm_moe.model(fields, latent.indexed(fields, interleaved=False), has_experts=has_experts)
-
-
-def _read_ax(fields: ConfigJson) -> ModelConfig:
-    first, every = fields.integer("first_k_dense_replace", 1, least=0), fields.integer("moe_layer_freq", 1)
-    if not (has_experts := _typed(fields)):
-        count = fields.integer("num_hidden_layers")
-        has_experts = [index >= first and index % every == 0 for index in range(count)]
-    if fields.is_null("q_lora_rank"):
-        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
-    fields = fields.with_values({"first_k_dense_replace": 0, "num_nextn_predict_layers": 0})
-    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
-    model = glm_moe.model(fields, attention, _NAMES_AX, has_experts=has_experts)
-    layers = [replace(each, norms=Norms.AFTER_MLP) if each.experts else each for each in model.layers]
-    return replace(model, layers=tuple(layers))
-
-
-def _typed(fields: ConfigJson) -> list[bool]:
-    """Which layers have experts, by `mlp_layer_types`; empty where it is missing."""
-    return reading.mlp_layer_types(fields, 0) if fields.texts("mlp_layer_types") else []
 
 
 def _greedy(fields: ConfigJson) -> Routing:
@@ -150,32 +129,4 @@ DEEPSEEK_V32 = Family(
     glm_moe.TENSORS,
     notes=f"{reading.INDEXER_NOTE}; draft layers after the last are left out",
     shape=text_shape(129280, 7168, 18432, 61, 128),
-)
-_NAMES_AX = replace(
-    glm_moe.TENSORS,
-    names={**glm_moe.NAMES, "mlp_out_norm": "mlp.post_mlp_layernorm"},
-    older={"mlp_out_norm": "post_mlp_layernorm"},
-)
-AX_K1 = Family(
-    "A.X K1",
-    ("AXK1ForCausalLM",),
-    _read_ax,
-    {
-        **latent.DEFAULTS,
-        "num_key_value_heads": 64,
-        "rope_interleave": True,
-        "max_position_embeddings": 32768,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 192,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-    },
-    _NAMES_AX,
-    notes=reading.LATENTS_NOTE,
-    nulls=("norm_topk_prob", "rope_interleave"),
 )

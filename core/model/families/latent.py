@@ -44,10 +44,15 @@ _INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def attention(
-    fields: ConfigJson, *, interleaved: bool = False, growth: QueryGrowth | None = None, rotates: bool = True
+    fields: ConfigJson,
+    *,
+    interleaved: bool = False,
+    growth: QueryGrowth | None = None,
+    rotates: bool = True,
+    of: ConfigJson | None = None,
 ) -> AttentionSpec:
     """interleaved: how rotated elements are paired. rotates: False: they are not rotated, whatever their name (Kimi
-    Linear).
+    Linear). of: the object of the rope, where layers have several; it has no factor of scores then.
     """
     heads, q_rank = fields.integer("num_attention_heads"), fields.optional("q_lora_rank") or 0
     kv_heads = fields.optional("num_key_value_heads") or heads
@@ -62,12 +67,13 @@ def attention(
         raise fields.refuse(
             "attention_bias", "biases are not supported where queries have no latents (q_lora_rank is null or 0)"
         )
-    rope = _rope(fields, key_dim, rotated_dim, interleaved=interleaved) if rotates else None
+    rope = _rope(fields, key_dim, rotated_dim, interleaved=interleaved) if rotates and of is None else None
+    rope = rope if of is None else rotary.rope(fields, rotated_dim, of=of, interleaved=interleaved)
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=1,
         head_dim=kv_rank + rotated_dim,
-        scale=(key_dim + rotated_dim) ** -0.5 if rope is None else _scale(fields, rope, key_dim + rotated_dim),
+        scale=(key_dim + rotated_dim) ** -0.5 if rope is None or of else _scale(fields, rope, key_dim + rotated_dim),
         rope=rope,
         qkv_bias=bias,
         o_bias=bias,
@@ -80,21 +86,37 @@ def indexed(fields: ConfigJson, *, interleaved: bool, kinds: list[str] | None = 
     """Each layer's attention, to the tokens that an indexer chooses. interleaved: how elements of the indexer are
     paired to be rotated; those of attention are interleaved. kinds: of layers, FULL or SHARED; None: all are FULL.
     """
-    if fields.is_null("q_lora_rank"):
-        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
+    check_query_latents(fields)
+    check_indexed(fields)
     own, count = attention(fields, interleaved=True), fields.integer("num_hidden_layers")
+    full = with_indexer(fields, own, interleaved=interleaved)
+    shared = replace(full, indexer=None, form="shared")
+    return [full if kind == FULL else shared for kind in kinds or [FULL] * count]
+
+
+def check_indexed(fields: ConfigJson) -> None:
+    """Refuse types of layers other than the only one."""
+    count = fields.integer("num_hidden_layers")
     if (types := fields.texts("layer_types")) and len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
     if unknown := [kind for kind in types if kind not in _INDEXED]:
         raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(_INDEXED)}")
-    assert own.rope is not None and own.latent is not None, "`attention` rotates latents here"
+
+
+def with_indexer(fields: ConfigJson, mixer: AttentionSpec, *, interleaved: bool) -> AttentionSpec:
+    """Latent attention to the tokens that an indexer chooses. interleaved: see `indexed`."""
+    assert mixer.rope is not None and mixer.latent is not None, "`attention` rotates latents here"
     size = fields.integer("index_head_dim")
-    if size < own.latent.rotated_dim:
-        raise fields.refuse("index_head_dim", f"qk_rope_head_dim, {own.latent.rotated_dim}, of its elements rotate")
-    heads, rope = fields.integer("index_n_heads"), replace(own.rope, interleaved=interleaved)
-    shared = replace(own, top_k=fields.integer("index_topk"), form="shared")
-    full = replace(shared, indexer=IndexerSpec(heads, size, rope, _EPS), form="")
-    return [full if kind == FULL else shared for kind in kinds or [FULL] * count]
+    if size < mixer.latent.rotated_dim:
+        raise fields.refuse("index_head_dim", f"qk_rope_head_dim, {mixer.latent.rotated_dim}, of its elements rotate")
+    heads, rope = fields.integer("index_n_heads"), replace(mixer.rope, interleaved=interleaved)
+    return replace(mixer, top_k=fields.integer("index_topk"), indexer=IndexerSpec(heads, size, rope, _EPS))
+
+
+def check_query_latents(fields: ConfigJson) -> None:
+    """Refuse queries without latents, of a class of transformers that needs them."""
+    if fields.is_null("q_lora_rank"):
+        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
 
 
 def indexer_kinds(fields: ConfigJson) -> list[str]:

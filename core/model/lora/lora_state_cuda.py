@@ -140,7 +140,7 @@ class CudaLoraState(LoraState):
         self.tables = SgmvTables(sizes, arena.device, make_copy)
         if self.mixtures is not None:
             self.mixtures.use_scratch(self.tables.h)
-        self._latent_launches = self._new_latent_launches(config.latent)
+        self._latent_launches = self._new_latent_launches(config.one_latent)
         self._mixture_modules = {
             group: {module for columns in self._groups for module, _, _ in columns[group]} for group in MIXTURE_GROUPS
         }
@@ -451,7 +451,7 @@ class CudaLoraState(LoraState):
             self._latent_launches.warm_up(layer, compile_only=compile_only)
 
     def _new_latent_launches(self, latent: LatentSpec | None) -> LatentLaunches | None:
-        """None for a model without latents, or with heads that kernels don't take."""
+        """None for a model without latents, with several kinds of them, or with heads that kernels don't take."""
         if latent is None or not LatentLaunches.can_launch(latent, self._itemsize):
             return None
         ((module, _, width),) = next(groups[Group.KV_UP] for groups in self._groups if groups[Group.KV_UP])

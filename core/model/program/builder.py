@@ -6,15 +6,15 @@ Tests: tests/core/model/program/test_builder.py
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ....memory.pages.projections import Group
-from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
+from ....memory.pages.projections import NORM_GATES, Group
+from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
-from ..specs.norms import BEHIND, PARALLEL, NormSpec
+from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
 from .ops import (
@@ -28,14 +28,17 @@ from .ops import (
     Attend,
     Begin,
     Choose,
+    ChooseBlocks,
     Clip,
     Concat,
     CorrectStreams,
     End,
     GateOutput,
     Gemm,
+    GrowHeads,
     Heads,
     Index,
+    IndexBlocks,
     LatentAttend,
     Latents,
     Mix,
@@ -51,6 +54,7 @@ from .ops import (
     StreamFactors,
     SubtractHeads,
     Sum,
+    TakeGates,
     TakeInput,
     TakeStream,
     View,
@@ -116,6 +120,7 @@ class _Builder:
         self.earlier: LayerProgram | None = None
         self._norms = norms_of(spec)
         self._ops = self.parts[0]
+        self._rows: Read = STREAM
 
     def build(self) -> None:
         """Append them."""
@@ -164,7 +169,15 @@ class _Builder:
 
     def _normed(self, read: str, slot: str, out: str = "n") -> str:
         """The norm of a buffer; the buffer itself if the layer does not have that norm."""
-        return self._put(Norm(read, out, slot, self.norm)) if slot in self._norms else read
+        if slot not in self._norms:
+            return read
+        n, gates = self._put(Norm(read, out, slot, self.norm)), self.spec.norm_gates
+        if gates is None or slot not in gates.norms:
+            return n
+        down, up = NORM_GATES[slot]
+        low = self._gemm(down, n, "l")
+        low = self._put(GateOutput(low, low, "l"))  # that is silu
+        return self._put(GateOutput(n, self._gemm(up, low, "l"), n))
 
     def _scaled(self, read: Read, factor: float, out: str) -> Read:
         return read if factor == 1.0 else self._put(Scale(read, out, factor))
@@ -179,7 +192,7 @@ class _Builder:
 
     def _inputs(self, mixer: AttentionSpec | RecurrentSpec, rows: Read) -> None:
         """What the mixers read; keys and values are written."""
-        second = self.spec.mixer_beside
+        second, self._rows = self.spec.mixer_beside, rows
         if second is not None:
             self._gemm(Group.BESIDE_IN, self._scaled(rows, second.in_factor, "r"), "r")
             if second.section_factors:
@@ -214,11 +227,15 @@ class _Builder:
 
     def _queries(self, mixer: AttentionSpec) -> None:
         """Make queries of the mixer's input, and write keys and values."""
-        if (latent := mixer.latent) is None:
-            gates = None if mixer.output_gate is None else "gates"
-            self._put(Heads("in", "q", gates, mixer, self.norm))
-        else:
+        if (latent := mixer.latent) is not None:
             self._latents(mixer, latent)
+        else:
+            gates, heads = None if mixer.output_gate is None else "gates", "in"
+            if (index := mixer.block_indexer) is not None:
+                first, key = -index.query_size - index.key_dim, View("in", -index.key_dim)
+                self._put(IndexBlocks(View("in", first, key.begin), key, "iq", mixer, index, self.norm))
+                heads = View("in", 0, first, copied=True)
+            self._put(Heads(heads, "q", gates, mixer, self.norm))
         self.reads.append(Kept("q", (mixer.num_heads, mixer.query_dim)))
         if mixer.output_gate is not None:
             self.reads.append(Kept("gates", (mixer.gate_size,)))
@@ -226,15 +243,43 @@ class _Builder:
     def _latents(self, mixer: AttentionSpec, latent: LatentSpec) -> None:
         index = mixer.indexer
         behind = 0 if index is None else -index.key_dim - index.heads
-        kept = View("in", behind - latent.kv_rank - latent.rotated_dim, behind or None)
-        queries = View("in", 0, kept.begin)
+        end = behind - mixer.num_heads * (mixer.output_gate is OutputGate.OF_HEADS)
+        begin = end - (0 if mixer.shares_kv else latent.kv_rank + latent.rotated_dim)
+        queries: Read = View("in", 0, begin or None)
+        if index is not None and index.norms_input:
+            self._gemm(Group.INDEX_UP, self._put(Norm(self._rows, "ni", "index_input_norm", _layer_norm(index))), "ih")
         if latent.q_rank:
-            low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
-            queries = self._gemm(Group.QUERY_UP, low, "qh")
+            queries = self._of_low_rank(latent, index, queries)
         if index is not None:
+            if index.grows:
+                self._put(GrowHeads("ih", "ih", index.heads, "index_growth"))
             self._put(_index(index, behind))
-            queries = View("qh", 0, -index.query_size)
+            queries = queries if index.apart else View("qh", 0, -index.query_size)
+        if mixer.grows:
+            queries = self._put(GrowHeads(queries, "qh", mixer.num_heads, "growth"))
+        if mixer.output_gate is OutputGate.BESIDE_QUERIES:
+            self._put(TakeGates(queries, "gates", mixer.num_heads, latent.value_dim))
+            width = mixer.query_dim + latent.value_dim
+            queries = self._put(ResizeHeads(queries, "qh", 0, width, mixer.query_dim))
+        if mixer.output_gate is OutputGate.OF_HEADS:
+            self._put(TakeGates(View("in", end, behind or None), "gates", mixer.num_heads, latent.value_dim))
+        kept = None if mixer.shares_kv else self._kept(latent, View("in", begin, end or None))
         self._put(Latents(queries, kept, "q", mixer, latent))
+
+    def _of_low_rank(self, latent: LatentSpec, index: IndexerSpec | None, given: Read) -> Read:
+        """Queries of their latents, and an indexer's, which has them beside attention's or apart."""
+        low = self._put(Norm(given, "ql", "q_norm", NormSpec(latent.eps)))
+        if index is not None and index.apart and not index.norms_input:
+            self._gemm(Group.INDEX_UP, low, "ih")
+        low = self._put(Concat((low, given), "ql")) if latent.both else low
+        return self._gemm(Group.QUERY_UP, low, "qh")
+
+    def _kept(self, latent: LatentSpec, kept: View) -> Read:
+        """The latent and the key of all heads, which may have a norm."""
+        if not latent.norms_key:
+            return kept
+        own, key = (View("in", *ends) for ends in pairwise((kept.begin, kept.begin + latent.kv_rank, kept.end)))
+        return self._put(Concat((own, self._put(Norm(key, "kr", "k_rotated_norm", NormSpec(latent.eps)))), "kv"))
 
     def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
         """Put decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""
@@ -303,6 +348,10 @@ class _Builder:
 
     def _attend(self, mixer: AttentionSpec) -> Op:
         """Attention; what chooses its tokens is appended before it."""
+        if (blocks := mixer.block_indexer) is not None:
+            self.reads.append(Kept("iq", (blocks.heads, blocks.key_dim)))
+            self._put(ChooseBlocks("iq", "blocks", mixer, blocks))
+            return Attend("q", "a", mixer, chosen="blocks")
         if (latent := mixer.latent) is None:
             return Attend("q", "a", mixer)
         if (index := mixer.indexer) is not None:
@@ -364,9 +413,15 @@ class _Builder:
         return self._output("y", "input_norm", ("input_norm",))
 
 
+def _layer_norm(index: IndexerSpec) -> NormSpec:
+    """Of what the indexer's queries are made of."""
+    return NormSpec(index.eps, NormKind.BIASED_LAYER, wide=True)
+
+
 def _index(index: IndexerSpec, behind: int) -> Index:
     """behind: the first of the mixer's inputs that are the indexer's, from their end."""
-    queries, key, factors = View("qh", -index.query_size), View("in", behind, -index.heads), View("in", -index.heads)
+    queries: Read = "ih" if index.apart else View("qh", -index.query_size)
+    key, factors = View("in", behind, -index.heads), View("in", -index.heads)
     return Index(queries, key, factors, "iq", "iw", index)
 
 

@@ -54,6 +54,8 @@ def latent_arguments(mixer: AttentionSpec, latent: LatentSpec, module: int) -> d
     """The arguments of ops over latents besides registers. module: the id of kv_b_proj."""
     if mixer.blocks:
         raise NoNativeOp("blocks of tokens that see each other, over latents")
+    if mixer.window is not None:
+        raise NoNativeOp("attention window over latents")
     return {
         "heads": mixer.num_heads,
         "kv_rank": latent.kv_rank,

@@ -17,6 +17,9 @@ _TITLES = {
     "EmbedMedia": "embedding of tokens of images and sound",
     "SparseGates": "sparse gate",
     "Index": "indexer of sparse attention",
+    "IndexBlocks": "indexer of blocks of keys",
+    "GrowHeads": "learned factors of softmax",
+    "TakeGates": "gates of what latent attention gives",
 }
 
 

@@ -22,7 +22,7 @@ from ....ops.library.native_program import NativeOp
 from ..moe.experts import what_native_lacks
 from ..native_names import native_activation, native_norm
 from ..specs.attention import HeadNorm, OutputGate
-from ..specs.feed_forward import Activation
+from ..specs.feed_forward import ClampedSwiglu, UngatedActivation
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
@@ -160,7 +160,7 @@ class _Lowering:
             return op.columns(width)
         if isinstance(op, SubtractHeads):
             return width // 2
-        return width // 2 if isinstance(op, Activate) and isinstance(op.activation, Activation) else width
+        return width // 2 if isinstance(op, Activate) and not isinstance(op.activation, UngatedActivation) else width
 
     def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
         """What an op of rows reads: the value in float32, the first column and their number."""
@@ -481,7 +481,7 @@ def _routed(op: Moe) -> str:
 
 
 def _activation(op: Activate, size: int) -> dict[str, Any]:
-    if (activation := native_activation(op.activation)) is None:
+    if isinstance(op.activation, ClampedSwiglu) or (activation := native_activation(op.activation)) is None:
         raise NoNativeOp(f"activation {op.activation}")
     xielu = None if op.parameters is None else weight_of(op.parameters)
     return {"size": size, "activation": activation, "xielu": xielu}

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
-from ..specs.feed_forward import Activation, Experts, UngatedActivation
-from ..specs.indexer import IndexerSpec
+from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, UngatedActivation
+from ..specs.indexer import BlockIndexerSpec, IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
 
@@ -161,7 +161,9 @@ class Latents(Op):
     SLOTS = ("k_norm",)
 
     x: Read
-    kept: Read
+    kept: Read | None
+    """None: they are another layer's."""
+
     q: str
     attention: AttentionSpec
     latent: LatentSpec
@@ -202,10 +204,46 @@ class Choose(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class IndexBlocks(Op):
+    """Normalise and rotate a block indexer's queries, and the key of all its heads, and write that to its page.
+
+    x: queries `[tokens, heads · key]`; key: `[tokens, key]`.
+    """
+
+    READS = ("x", "key")
+    WRITES = ("q",)
+    SLOTS = ("q_norm", "k_norm")
+
+    x: Read
+    key: Read
+    q: str
+    attention: AttentionSpec
+    indexer: BlockIndexerSpec
+    norm: NormSpec
+    q_norm: str = "index_q_norm"
+    k_norm: str = "index_k_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseBlocks(Op):
+    """The blocks that a block indexer gives the highest scores, `[tokens, heads, top]`, for the queries of each
+    head of keys and values.
+    """
+
+    READS = ("q",)
+    WRITES = ("out",)
+
+    q: str
+    out: str
+    attention: AttentionSpec
+    indexer: BlockIndexerSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Attend(Op):
     """Attention of q over the pages: `[tokens, heads · head_dim]`."""
 
-    READS = ("q",)
+    READS = ("q", "chosen")
     WRITES = ("out",)
     SLOTS = ("sinks", "slopes")
 
@@ -214,6 +252,8 @@ class Attend(Op):
     attention: AttentionSpec
     sinks: str = "sinks"
     slopes: str = "slopes"
+    chosen: str | None = None
+    """The blocks that queries attend to; None: all that they see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +289,36 @@ class GateOutput(Op):
     gates: str
     out: str
     softplus: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TakeGates(Op):
+    """Gates of what latent attention gives, one for each element: the last elements of each head of x, or the only one
+    of a head for all of its.
+    """
+
+    READS = ("x",)
+    WRITES = ("out",)
+
+    x: Read
+    out: str
+    heads: int
+    width: int
+    """Elements of a head's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowHeads(Op):
+    """Heads of x times `scale · log(position + 1) + bias`, a learned number each for each head."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+
+    x: Read
+    out: str
+    heads: int
+    weight: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +405,7 @@ class Activate(Op):
 
     x: Read
     out: str
-    activation: Activation | UngatedActivation
+    activation: Activation | ClampedSwiglu | UngatedActivation
     parameters: str | None = None
 
 
@@ -536,4 +606,4 @@ class End(Op):
 
 
 #: Ops between which a step with prompts is captured: they read what is different in every step.
-CUTS = (Attend, Choose, LatentAttend, Mix)
+CUTS = (Attend, Choose, ChooseBlocks, LatentAttend, Mix)

@@ -26,12 +26,14 @@ from .ops import (
     Attend,
     Begin,
     Choose,
+    ChooseBlocks,
     Clip,
     CorrectStreams,
     End,
     Gemm,
     Heads,
     Index,
+    IndexBlocks,
     LatentAttend,
     Latents,
     Mix,
@@ -43,6 +45,7 @@ from .ops import (
     ResizeHeads,
     Scale,
     SubtractHeads,
+    TakeGates,
 )
 
 
@@ -124,7 +127,7 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return f"{own[0].inputs} → {sum(each.outputs for each in own)}: {names}"
         case Heads():
             return _heads(op.attention)
-        case Latents() | Index() | Choose():
+        case Latents() | Index() | Choose() | IndexBlocks() | ChooseBlocks():
             return _latents(op)
         case Attend() | LatentAttend():
             return _attention(op.attention)
@@ -134,12 +137,12 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _experts(op.spec)
         case Activate():
             return str(op.activation)
-        case Scale() | Clip() | ResizeHeads() | SubtractHeads():
+        case Scale() | Clip() | ResizeHeads() | SubtractHeads() | TakeGates():
             return _numbers(op)
     return ""
 
 
-def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads) -> str:
+def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads | TakeGates) -> str:
     match op:
         case Scale():
             return op.weight or f"{op.factor:g}"
@@ -147,6 +150,8 @@ def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads) -> str:
             return f"within ±{op.limit:g}"
         case ResizeHeads():
             return f"{f'{len(op.order)} ' if op.order else ''}heads of {op.width} → {op.to}"
+        case TakeGates():
+            return f"{op.width} for each of {op.heads} heads"
         case SubtractHeads():
             return f"heads less those behind them, each normalised without weights, times {1 - op.difference.first:g}"
 
@@ -180,14 +185,25 @@ def _heads(mixer: AttentionSpec) -> str:
     return f"{heads}, {own}{values}{growth}; writes keys and values"
 
 
-def _latents(op: Latents | Index | Choose) -> str:
+def _latents(op: Latents | Index | Choose | IndexBlocks | ChooseBlocks) -> str:
+    if isinstance(op, IndexBlocks | ChooseBlocks):
+        return _blocks_of_keys(op)
     if isinstance(op, Choose):
         return f"{op.attention.top_k:,} tokens by the scores of all heads"
     if isinstance(op, Index):
         heads = f"{op.indexer.heads} heads of {op.indexer.key_dim}"
         return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads"
     size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
-    return f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}; writes {size} for all heads"
+    heads = f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}"
+    return f"{heads}; an earlier layer's latents" if op.kept is None else f"{heads}; writes {size} for all heads"
+
+
+def _blocks_of_keys(op: IndexBlocks | ChooseBlocks) -> str:
+    spec = op.indexer
+    if isinstance(op, IndexBlocks):
+        heads = f"{spec.heads} heads of {spec.key_dim}"
+        return f"{heads}, each normalised, {_rope(spec.rope)}; writes a key for all heads"
+    return f"{spec.top} blocks of {spec.block} tokens by the highest score of each, first the last {spec.local}"
 
 
 _BLOCKS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import end_ops, ops, torch_ends, torch_ops, torch_other_ops
 from .ops import Op
-from .torch_indexer import choose, index
+from .torch_indexer import choose, choose_blocks, index, index_blocks
 from .torch_latents import latent_attend, latents
 from .torch_step import OpContext, Run
 from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
@@ -29,13 +29,16 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.AllReduce: torch_ops.all_reduce,
     ops.Attend: torch_ops.attend,
     ops.Choose: choose,
+    ops.ChooseBlocks: choose_blocks,
     ops.Clip: torch_other_ops.clip,
     ops.Concat: torch_other_ops.concat,
     ops.CorrectStreams: correct_streams,
     ops.GateOutput: torch_other_ops.gate_output,
     ops.Gemm: torch_ops.gemm,
+    ops.GrowHeads: torch_other_ops.grow_heads,
     ops.Heads: torch_ops.heads,
     ops.Index: index,
+    ops.IndexBlocks: index_blocks,
     ops.LatentAttend: latent_attend,
     ops.Latents: latents,
     ops.Mix: torch_other_ops.mix,
@@ -49,6 +52,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.StreamFactors: stream_factors,
     ops.SubtractHeads: torch_other_ops.subtract_heads,
     ops.Sum: torch_other_ops.plus,
+    ops.TakeGates: torch_other_ops.take_gates,
     ops.TakeInput: torch_ends.take_input,
     ops.TakeStream: take_stream,
     end_ops.AddPositions: torch_ends.add_positions,

@@ -5,6 +5,8 @@ Tests: tests/core/test_families.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ....ops.attention.attention import PLAIN, Scores
@@ -31,8 +33,21 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
     window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
     top_k = mixer.top_k_within(max_model_len)
-    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks, bool(mixer.slopes), top_k)
+    sparse = 0 if mixer.block_indexer is None or top_k is None else mixer.block_indexer.block
+    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks, bool(mixer.slopes), top_k, sparse)
     return PLAIN if found == PLAIN else found
+
+
+def caches(mixer: AttentionSpec, model: Bound, kv: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Gives the cached keys and values of a layer, without an indexer's keys."""
+    if mixer.block_indexer is None:
+        return lambda: model.arena.kv_layers[kv]
+
+    def own() -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = model.arena.kv_layers[kv]
+        return k[..., : mixer.head_dim], v[..., : mixer.head_dim]
+
+    return own
 
 
 def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, model: Bound) -> HeadNorms | None:

@@ -1,19 +1,21 @@
-"""The ops of an indexer in the torch interpreter.
+"""The ops of indexers in the torch interpreter.
 
-Tests: tests/core/layers/test_indexer.py
+Tests: tests/core/layers/test_indexer.py, tests/core/layers/test_key_blocks.py
 """
 
 from __future__ import annotations
 
+from ....ops.attention.attention import KvCache
+from ....ops.attention.key_blocks import KeyBlocks, halves_of
 from ....ops.elementwise.elementwise import layer_norm, rotate
 from ..nvtx_spans import span
 from .builder import Kept
-from .ops import Choose, Index
+from .ops import Choose, ChooseBlocks, Index, IndexBlocks
 from .torch_step import OpContext, Run, Step, reader
 
 
 def index(op: Index, at: OpContext) -> Run:
-    spec, model, kv = op.indexer, at.model, at.model.kv_index[at.index]
+    spec, model, kv = op.indexer, at.model, at.model.page_index[at.index]
     queries, key_of, factors = reader(op.x), reader(op.key), reader(op.factors)
     q_out, weights_out = Kept(op.q, (spec.heads, spec.key_dim)), Kept(op.weights, (spec.heads,))
 
@@ -33,7 +35,7 @@ def index(op: Index, at: OpContext) -> Run:
 
 
 def choose(op: Choose, at: OpContext) -> Run:
-    spec, mixer, model, kv = op.attention.indexer, op.attention, at.model, at.model.kv_index[at.index]
+    spec, mixer, model, kv = op.attention.indexer, op.attention, at.model, at.model.page_index[at.index]
     assert spec is not None and mixer.top_k is not None, "the layer has an indexer"
     width, top_k, kept = spec.key_dim, mixer.top_k_within(model.max_model_len), Kept(op.out, (mixer.top_k,), True)
 
@@ -45,5 +47,42 @@ def choose(op: Choose, at: OpContext) -> Run:
             attention, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
             found = attention.choose(names[op.q], names[op.weights], k[..., -width:], top_k, step.kept.get(kept))
             names[op.out] = found
+
+    return run
+
+
+def index_blocks(op: IndexBlocks, at: OpContext) -> Run:
+    spec, model, kv, eps = op.indexer, at.model, at.model.kv_index[at.index], op.norm.eps
+    queries, key_of, q_out = reader(op.x), reader(op.key), Kept(op.q, (spec.heads, spec.key_dim))
+    q_norm, k_norm, head_dim = at.weights[op.q_norm], at.weights[op.k_norm], op.attention.head_dim
+
+    def run(step: Step) -> None:
+        names, rotation = step.names, step.rotations[spec.rope]
+        with span("attn.index"):
+            key = rotate(key_of(names)[:, None], rotation, k_norm, eps)[:, 0]
+            places = step.batch.page[model.page_groups[kv]], step.batch.offset
+            ends = [each[..., head_dim:] for each in model.arena.kv_layers[kv]]
+            for end, part in zip(ends, halves_of(key, ends[0].shape[2:].numel()), strict=True):
+                end[places] = part.unflatten(1, end.shape[2:]).to(end.dtype)
+            rows = queries(names).unflatten(1, (spec.heads, spec.key_dim))
+            names[op.q] = rotate(rows, rotation, q_norm, eps, step.kept.get(q_out))
+
+    return run
+
+
+def choose_blocks(op: ChooseBlocks, at: OpContext) -> Run:
+    spec, mixer, model, kv = op.indexer, op.attention, at.model, at.model.kv_index[at.index]
+    chooses, head_dim = mixer.top_k_within(model.max_model_len) is not None, mixer.head_dim
+    blocks = KeyBlocks(spec.block, spec.top, spec.local)
+
+    def run(step: Step) -> None:
+        names = step.names
+        if not chooses:  # queries attend to all that they see
+            names[op.out] = names[op.q]
+            return
+        with span("attn.index"):
+            attention = step.batch.attention.of(model.page_groups[kv])
+            ends = [each[..., head_dim:] for each in model.arena.kv_layers[kv]]
+            names[op.out] = attention.choose_blocks(names[op.q], KvCache(*ends), blocks)
 
     return run

@@ -5,8 +5,10 @@ Tests: tests/core/layers/test_latents.py
 
 from __future__ import annotations
 
+import torch
+
 from ....ops.attention.latents import LatentHeads
-from ....ops.elementwise.elementwise import write_latents
+from ....ops.elementwise.elementwise import rotate, write_latents
 from ....ops.elementwise.rotation import KvSlots, NewLatents
 from ..nvtx_spans import span
 from .builder import Kept
@@ -16,6 +18,8 @@ from .torch_step import OpContext, Run, Step, reader
 
 
 def latents(op: Latents, at: OpContext) -> Run:
+    if op.kept is None:
+        return _queries(op)
     mixer, spec, queries, kept_of = op.attention, op.latent, reader(op.x), reader(op.kept)
     kv, model, growth = at.model.kv_index[at.index], at.model, query_growth(op.attention, at.model)
     q_out = Kept(op.q, (mixer.num_heads, mixer.query_dim))
@@ -32,6 +36,21 @@ def latents(op: Latents, at: OpContext) -> Run:
             if growth is not None:
                 q.mul_(growth[step.batch.positions])
             names[op.q] = q
+
+    return run
+
+
+def _queries(op: Latents) -> Run:
+    """Rotates queries of a layer that reads another one's latents."""
+    mixer, spec, queries = op.attention, op.latent, reader(op.x)
+    q_out = Kept(op.q, (mixer.num_heads, mixer.query_dim))
+
+    def run(step: Step) -> None:
+        with span("attn.rope"):
+            rows = queries(step.names).unflatten(1, (-1, spec.key_dim + spec.rotated_dim))
+            own, turned = rows.split((spec.key_dim, spec.rotated_dim), 2)
+            turned = rotate(turned, step.rotations[mixer.rope], None, spec.eps)
+            step.names[op.q] = torch.cat((own, turned), 2, out=step.kept.get(q_out))
 
     return run
 

@@ -40,7 +40,7 @@ from ..weights.rounding_weight import RoundingWeight
 from .builder import Kept
 from .end_ops import Embed, Logits, Rows, Select
 from .ops import Activate, Add, AllReduce, Attend, Gemm, Heads, Norm
-from .torch_heads import attended_of, head_norms, query_growth, query_weights, scores_of
+from .torch_heads import attended_of, caches, head_norms, query_growth, query_weights, scores_of
 from .torch_step import OpContext, Run, Step, reader
 
 if TYPE_CHECKING:
@@ -218,6 +218,7 @@ def heads(op: Heads, at: OpContext) -> Run:
     norms, weights = head_norms(at.weights, mixer, op.norm, model), query_weights(at.weights, mixer)
     growth, eps, q_out = query_growth(mixer, model), op.norm.eps, Kept(op.q, (mixer.num_heads, mixer.query_dim))
     ones = torch.ones(mixer.head_dim, device=model.device) if mixer.value_norm else None
+    cache_of = caches(mixer, model, kv)
     split = None if mixer.output_gate is None else _SPLITS[mixer.output_gate]
 
     def run(step: Step) -> None:
@@ -235,7 +236,7 @@ def heads(op: Heads, at: OpContext) -> Run:
             if split is not None and op.gates is not None:
                 qkv, names[op.gates] = split(qkv, mixer.num_heads, mixer.head_dim)
             place = step.batch.page[model.page_groups[kv]], step.batch.offset
-            slots = KvSlots(*model.arena.kv_layers[kv], *place, model.kv_scales[kv])
+            slots = KvSlots(*cache_of(), *place, model.kv_scales[kv])
             q = rotate_and_write(qkv, rotation, norms, slots, out)
             if weights is not None:
                 q.mul_(weights)
@@ -249,12 +250,15 @@ def heads(op: Heads, at: OpContext) -> Run:
 def attend(op: Attend, at: OpContext) -> Run:
     kv, model = at.model.kv_index[at.index], at.model
     scores, kept = scores_of(op.attention, model.max_model_len), attended_of(op)
+    cache_of, is_sparse = caches(op.attention, model, kv), scores.top_k is not None
 
     def run(step: Step) -> None:
         with span("attn.run"):
-            of_group, (k, v) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
+            of_group, (k, v) = step.batch.attention.of(model.page_groups[kv]), cache_of()
             q, out, scales = step.names[op.q], step.kept.get(kept), model.kv_scales[kv]
             own = {"sinks": at.weights.get(op.sinks), "slopes": at.weights.get(op.slopes)}
+            if is_sparse and op.chosen is not None:
+                own["chosen"] = step.names[op.chosen]
             step.names[op.out] = of_group.run(q, k, v, out, scores, kv_scales=scales, **own)
 
     return run

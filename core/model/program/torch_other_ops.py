@@ -23,6 +23,7 @@ from .ops import (
     Clip,
     Concat,
     GateOutput,
+    GrowHeads,
     Mix,
     Moe,
     Replace,
@@ -31,6 +32,7 @@ from .ops import (
     SparseGates,
     SubtractHeads,
     Sum,
+    TakeGates,
 )
 from .torch_ops import kind_of
 from .torch_step import OpContext, Run, Step, reader
@@ -41,6 +43,28 @@ def gate_output(op: GateOutput, _: OpContext) -> Run:
         names = step.names
         gates = names[op.gates]
         names[op.out] = elementwise.gate_output(names[op.x], gates, softplus=op.softplus)
+
+    return run
+
+
+def take_gates(op: TakeGates, _: OpContext) -> Run:
+    read = reader(op.x)
+
+    def run(step: Step) -> None:
+        gates = read(step.names).unflatten(1, (op.heads, -1))[..., -op.width :]
+        step.names[op.out] = gates.expand(-1, -1, op.width).flatten(1)
+
+    return run
+
+
+def grow_heads(op: GrowHeads, at: OpContext) -> Run:
+    read, index, slot = reader(op.x), at.index, op.weight
+
+    def run(step: Step) -> None:
+        x, (scale, bias) = read(step.names), step.layers[index][slot].view(2, -1)
+        logarithms = (step.batch.positions + 1).float().log().to(x.dtype)
+        factors = logarithms[:, None] * scale + bias
+        step.names[op.out] = (x.unflatten(1, (op.heads, -1)) * factors[..., None]).flatten(1)
 
     return run
 

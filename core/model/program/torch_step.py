@@ -40,6 +40,9 @@ class Bound:
     kv_index: Sequence[int]
     """For each layer, the place of its KV among those of the arena."""
 
+    page_index: Sequence[int]
+    """Of an indexer's keys, likewise."""
+
     kv_scales: Sequence[KvScales]
     page_groups: Sequence[int]
     num_layers: int

@@ -9,11 +9,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ....memory.pages.layer_projections import attention_projections, indexer_projections, latent_projections
+from ....memory.pages.layer_projections import (
+    LatentWidths,
+    attention_projections,
+    block_indexer_projections,
+    indexer_projections,
+    latent_projections,
+)
 from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projection
 from ....ops.attention.blocks import BlockMask
-from .indexer import IndexerSpec
+from .indexer import BlockIndexerSpec, IndexerSpec
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -50,13 +56,13 @@ class OutputGate(StrEnum):
     """Where the gates of attention's output come from."""
 
     BESIDE_QUERIES = "beside queries"
-    """q_proj gives each head a query and then a gate: Qwen3.5."""
+    """q_proj gives each head a query and then a gate: Qwen3.5. So does q_b_proj over latents: A.X K2."""
 
     APART = "apart"
     """g_proj gives every element one: AFMoE."""
 
     OF_HEADS = "of heads"
-    """g_proj gives every head one: LFM3."""
+    """g_proj gives every head one: LFM3, and Dots 3 Note over latents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,21 @@ class LatentSpec:
     eps: float
     """Of the norms of latents."""
 
+    both: bool = False
+    """Queries are made of `[norm(c_q), c_q]`, where c_q is their latent (A.X K2)."""
+
+    q_factor: float = 1.0
+    """Of the normalised latents of queries, and of an indexer's (Dots 3 Note)."""
+
+    kv_factor: float = 1.0
+    """Of c, likewise."""
+
+    norms_key: bool = False
+    """The key that all heads share is normalised before it is rotated (Dots 3 Note)."""
+
+    form: str = ""
+    """Tells its projections apart from those of other layers' latents of other sizes; see `Projection`."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -176,6 +197,11 @@ class AttentionSpec:
 
     query_growth: QueryGrowth | None = None
 
+    grows: bool = False
+    """Queries of latents grow with their position p, by `scale · log(p + 1) + bias`, learned numbers of each head
+    (Mistral Large 4).
+    """
+
     sinks: bool = False
     """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""
 
@@ -198,6 +224,10 @@ class AttentionSpec:
 
     indexer: IndexerSpec | None = None
     """Chooses these tokens; None: they are those of the last layer before it that has an indexer (GLM-5)."""
+
+    block_indexer: BlockIndexerSpec | None = None
+    """Chooses the blocks of tokens that queries of a head of keys and values attend to (MiniMax-M3)."""
+
     value_dim: int | None = None
     """Elements of a head's value where they are fewer than its key's (MiMo-V2); None: as many. Pages have as many of
     both: a value's others are zeros.
@@ -217,7 +247,7 @@ class AttentionSpec:
 
     shares_kv: bool = False
     """It has no keys and values of its own: it reads those of the last layer before it that has its form and keys
-    (Gemma 4).
+    (Gemma 4). Over latents it may have an indexer, whose keys are all that its pages keep.
     """
 
     blocks: BlockMask = BlockMask.NONE
@@ -241,6 +271,16 @@ class AttentionSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def has_pages(self) -> bool:
+        """True if pages keep something of its own."""
+        return not self.shares_kv or self.indexer is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What layers of one form have alike."""
+        return (self.num_heads, self.num_kv_heads, self.head_dim, self.q_rows)
 
     @property
     def cached_value_dim(self) -> int | None:
@@ -270,7 +310,7 @@ class AttentionSpec:
     @property
     def gate_size(self) -> int:
         """Elements of the gates of a token's output."""
-        return 0 if self.output_gate is None else self.q_size
+        return 0 if self.output_gate is None else self.num_heads * self.attended_dim
 
     @property
     def biased_inputs(self) -> list[str]:
@@ -281,11 +321,7 @@ class AttentionSpec:
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices. hidden: width of the residual stream."""
         if (latent := self.latent) is not None:
-            widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
-            own = latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-            if (index := self.indexer) is None:
-                return own
-            return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim))
+            return self._latent_projections(hidden, latent)
         key = self.head_dim if self.difference is None else self.difference.key_dim
         *inputs, output = attention_projections(
             hidden,
@@ -300,7 +336,28 @@ class AttentionSpec:
             size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
             gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
             inputs.append(gate)
+        if (index := self.block_indexer) is not None:
+            inputs += block_indexer_projections(hidden, index.heads, index.key_dim)
         return (*inputs, output)
+
+    def _latent_projections(self, hidden: int, latent: LatentSpec) -> tuple[Projection, ...]:
+        widths = LatentWidths(
+            latent.q_rank,
+            latent.kv_rank,
+            latent.key_dim,
+            latent.rotated_dim,
+            latent.value_dim,
+            both=latent.both,
+            gate=latent.value_dim if self.output_gate is OutputGate.BESIDE_QUERIES else 0,
+            gate_of_heads=self.output_gate is OutputGate.OF_HEADS,
+            form=latent.form,
+            is_shared=self.shares_kv,
+        )
+        own = latent_projections(hidden, self.num_heads, widths)
+        if (index := self.indexer) is None:
+            return own
+        inputs = hidden if index.norms_input else latent.q_rank
+        return (*own, *indexer_projections(hidden, inputs, index.heads, index.key_dim, apart=index.apart))
 
     @property
     def _num_kept(self) -> int:
@@ -309,8 +366,15 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KvShape:
-        """Of its keys and values, with the indexer's key at the end."""
-        return KvShape(self.num_kv_heads, self.head_dim + (0 if self.indexer is None else self.indexer.key_dim))
+        """Of its keys and values, with the indexer's key at the end: of a block indexer, parts of it behind the key and
+        the value of each head.
+        """
+        further = 0 if self.indexer is None else self.indexer.key_dim
+        if self.shares_kv:
+            return KvShape(1, further)
+        if (index := self.block_indexer) is not None:
+            further = -(-index.key_dim // (2 * self.num_kv_heads))
+        return KvShape(self.num_kv_heads, self.head_dim + further)
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""
@@ -319,4 +383,5 @@ class AttentionSpec:
             num_heads=self.num_heads // size,
             num_kv_heads=max(1, self.num_kv_heads // size),
             kv_copies=max(1, size // self.num_kv_heads),
+            block_indexer=None if self.block_indexer is None else self.block_indexer.share(size),
         )

@@ -22,10 +22,11 @@ from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
-from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
+from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec, ropes_of
 from .norms import NormSpec
 from .positions import PositionTable
 from .recurrent import RecurrentSpec
+from .rope_config import RopeConfig
 from .tensor_names import LLAMA_TENSORS, TensorNames
 from .vision import VisionSpec
 
@@ -159,10 +160,7 @@ class ModelConfig:
         if any(layer.mixer_beside is not None and layer.attention is None for layer in self.layers):
             raise UnsupportedModel("a layer has a second mixer without attention, which is not supported")
         for shapes in (
-            *(
-                {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
-                for of in self.attention_shapes
-            ),
+            *({it.shape for it in self.attention_layers if it.form == of.form} for of in self.attention_shapes),
             {layer.recurrent for layer in self.layers if layer.recurrent},
             *(
                 {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
@@ -195,8 +193,8 @@ class ModelConfig:
 
     @cached_property
     def kv_layers(self) -> tuple[AttentionSpec, ...]:
-        """The mixers of layers with keys and values of their own."""
-        return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
+        """The mixers of layers of which pages keep something: keys and values, or an indexer's keys."""
+        return tuple(mixer for mixer in self.attention_layers if mixer.has_pages)
 
     @property
     def attention(self) -> AttentionSpec:
@@ -222,6 +220,11 @@ class ModelConfig:
         return sum(layer.recurrent is not None for layer in self.layers)
 
     @property
+    def learned_rope(self) -> RopeConfig | None:
+        """The rope whose frequencies have learned factors; None: none has."""
+        return next((rope for rope in ropes_of(self.layers) if rope.is_learned), None)
+
+    @property
     def num_heads(self) -> int:
         """Heads of queries, as `attention` has them; 0 without attention, as of the next two."""
         return self.attention.num_heads if self.attention_layers else 0
@@ -245,9 +248,15 @@ class ModelConfig:
         return self.attention.latent if self.attention_layers else None
 
     @property
+    def one_latent(self) -> LatentSpec | None:
+        """These latents where all layers' are alike; None where they differ, too."""
+        return self.latent if len({mixer.latent for mixer in self.attention_layers}) == 1 else None
+
+    @property
     def top_k(self) -> int | None:
         """The most tokens that a query attends to in a layer with an indexer; None where no layer has one."""
-        return max((mixer.top_k for mixer in self.attention_layers if mixer.top_k is not None), default=None)
+        mixers = (mixer for mixer in self.attention_layers if mixer.block_indexer is None)
+        return max((mixer.top_k for mixer in mixers if mixer.top_k is not None), default=None)
 
     @property
     def cached_value_dim(self) -> int | None:
@@ -259,6 +268,8 @@ class ModelConfig:
         """Why keys and values can't be kept in FP8; None if they can."""
         if self.latent is not None:
             return "the model's layers keep latents of keys and values, which are not supported in FP8"
+        if any(mixer.block_indexer for mixer in self.attention_layers):
+            return "the model's layers keep keys of an indexer, which are not supported in FP8"
         return None if self.attention_layers else "no layer of the model has keys and values"
 
     @property

@@ -57,7 +57,7 @@ class GatedSpec:
     size: int
     """Width of gate and up."""
 
-    activation: Activation = Activation.SILU
+    activation: Activation | ClampedSwiglu = Activation.SILU
     bias: bool = False
 
     form: str = ""

@@ -1,11 +1,11 @@
-"""Specification of an indexer, which chooses the tokens that sparse attention attends to.
+"""Specifications of indexers, which choose the tokens, or blocks of tokens, that sparse attention attends to.
 
-Tests: tests/core/layers/test_indexer.py
+Tests: tests/core/layers/test_indexer.py, tests/core/layers/test_key_blocks.py
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .rope_config import RopeConfig
 
@@ -28,13 +28,61 @@ class IndexerSpec:
     key_dim: int
     """Elements of its queries and keys."""
 
-    rope: RopeConfig
-    """Rotates their first elements."""
+    rope: RopeConfig | None
+    """Rotates their first elements; None: they are not rotated."""
 
     eps: float
     """Of the LayerNorm of keys."""
+
+    apart: bool = False
+    """Its queries are a product by themselves: attention's have another input."""
+
+    norms_input: bool = False
+    """Its queries are made of the layer's input, by a LayerNorm of the same eps (Mistral Large 4); they are apart."""
+
+    grows: bool = False
+    """Its queries grow as `AttentionSpec.grows` says."""
 
     @property
     def query_size(self) -> int:
         """Elements of the queries of a token."""
         return self.heads * self.key_dim
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndexerSpec:
+    """The indexer of MiniMax-M3, which stands next to grouped-query attention: the queries of a head of keys and values
+    attend to some blocks of `block` tokens.
+
+    A block's score is the highest q[t] · k[s] of its tokens s that the query t sees, and t attends to the `top` blocks
+    with the highest scores. Its own block, and those right before it, `local` in all, come first. Queries q and keys k
+    are made of the layer's input, and normalised; a token has one key, which is kept in its page behind the keys and
+    values of all heads.
+    """
+
+    heads: int
+    """One for each head of keys and values."""
+
+    key_dim: int
+    """Elements of its queries and keys."""
+
+    rope: RopeConfig
+    """Rotates their first elements."""
+
+    block: int
+    top: int
+    local: int
+
+    @property
+    def query_size(self) -> int:
+        """Elements of the queries of a token."""
+        return self.heads * self.key_dim
+
+    @property
+    def top_k(self) -> int:
+        """Tokens of all blocks that are chosen."""
+        return self.block * self.top
+
+    def share(self, size: int) -> BlockIndexerSpec:
+        """One of `size` ranks' share."""
+        return replace(self, heads=max(1, self.heads // size))

@@ -15,13 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
-from ....memory.pages.layer_projections import input_projections, low_rank_projections, projections_beside
+from ....memory.pages.layer_projections import (
+    input_projections,
+    low_rank_projections,
+    norm_gate_projections,
+    projections_beside,
+)
 from ....memory.pages.projections import Projection
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
-from .norms import Norms
+from .norms import NormGates, Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 
@@ -150,6 +155,9 @@ class LayerSpec:
     out_eps: float | None = None
     """Of the norms of what its parts add; None: that of the others (Muse Glimmer)."""
 
+    norm_gates: NormGates | None = None
+    """Gates of the outputs of norms before its parts; None: there are none."""
+
     @property
     def is_whole(self) -> bool:
         """True if it has a mixer and a feed-forward part."""
@@ -216,6 +224,8 @@ class LayerSpec:
         further += input_projections(hidden, self.input_size) if self.input_size else ()
         further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
         further += () if self.streams is None else low_rank_projections(hidden, self.streams.rank)
+        if (gates := self.norm_gates) is not None:
+            further += norm_gate_projections(hidden, gates.rank, gates.norms)
         parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
         return (*chain(*parts), *further)
 
@@ -233,9 +243,10 @@ class LayerSpec:
 def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:
     """The different ropes of layers, and of their indexers."""
     mixers = [layer.attention for layer in layers if layer.attention is not None]
-    indexers = (mixer.indexer for mixer in mixers if mixer.indexer is not None)
-    own = (mixer.rope for mixer in mixers if mixer.rope is not None)
-    return list(dict.fromkeys((*own, *(each.rope for each in indexers))))
+    both = (each for mixer in mixers for each in (mixer.indexer, mixer.block_indexer))
+    indexers = (each.rope for each in both if each is not None)
+    own = (mixer.rope for mixer in mixers)
+    return list(dict.fromkeys(each for each in (*own, *indexers) if each is not None))
 
 
 def has_axes(layers: Sequence[LayerSpec]) -> bool:
@@ -245,10 +256,15 @@ def has_axes(layers: Sequence[LayerSpec]) -> bool:
 
 def kv_index(layers: Sequence[LayerSpec]) -> list[int]:
     """For each layer the place of its KV among the layers with KV of their own; of others that of the one before."""
-    found, count, last = [], 0, {}
-    for mixer in (layer.attention for layer in layers):
+    found, last = [], {}
+    for mixer, own in zip((layer.attention for layer in layers), page_index(layers), strict=True):
         if mixer is not None and not mixer.shares_kv:
-            last[mixer.form] = count
-            count += 1
-        found.append(count - 1 if mixer is None else last[mixer.form])
+            last[mixer.form] = own
+        found.append(own if mixer is None else last[mixer.form])
     return found
+
+
+def page_index(layers: Sequence[LayerSpec]) -> list[int]:
+    """For each layer its place among the layers of which pages keep something; of others that of the one before."""
+    mixers = (layer.attention for layer in layers)
+    return list(accumulate((mixer is not None and mixer.has_pages for mixer in mixers), initial=-1))[1:]

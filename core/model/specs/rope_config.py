@@ -40,6 +40,9 @@ class RopeConfig:
     attention_factor: float = 1.0
     """Factor of cos and sin."""
 
+    is_learned: bool = False
+    """The model has logarithms of factors of the frequencies, one each (Mistral Large 4)."""
+
     factor: float = 1.0
     original_max_position_embeddings: int = 8192
 

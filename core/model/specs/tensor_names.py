@@ -80,6 +80,9 @@ class TensorNames:
     positions: str = ""
     """The name of the table of positions, of families that have one."""
 
+    rope_factors: str = "rotary_emb.alpha"
+    """The name of the rope's learned factors, of families that have them."""
+
     embedding_norm: str = ""
     """The name of the norm of embeddings, of families that have one with weights."""
 

@@ -15,10 +15,11 @@ from enum import Enum, auto
 from functools import cache
 from typing import NamedTuple
 
-from ....memory.pages.projections import INPUT_GROUPS, LOW_RANK_GROUPS, Group, Projection, sections_of, share_of
-from ..specs.attention import AttentionSpec, HeadNorm
+from ....memory.pages.projections import NORM_GATES, SMALL_GROUPS, Group, Projection, sections_of, share_of
+from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -45,12 +46,15 @@ MATRICES = {
     Group.DECAY_UP: "decay_up",
     Group.OUTPUT_GATE_UP: "output_gate_up",
     Group.SCAN_IN: "scan_in",
+    Group.INDEX_UP: "index_up",
+    Group.MIXER_GATES_DOWN: "mixer_gates_down",
+    Group.MIXER_GATES_UP: "mixer_gates_up",
+    Group.MLP_GATES_DOWN: "mlp_gates_down",
+    Group.MLP_GATES_UP: "mlp_gates_up",
 }
 
 #: Those which adapters may be merged into.
-MERGED_MATRICES = {
-    int(group): name for group, name in MATRICES.items() if group not in (*INPUT_GROUPS, *LOW_RANK_GROUPS)
-}
+MERGED_MATRICES = {int(group): name for group, name in MATRICES.items() if group not in SMALL_GROUPS}
 
 #: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
 #: `image_experts.…` of that of images' positions.
@@ -150,7 +154,7 @@ class Slot:
     """Only the first rank has it: a bias of what ranks add up."""
 
     factor: float | None = None
-    """Of a router's norm, which is stored as float32: multiplies its weight. None: a norm like others."""
+    """Of a norm that is stored as float32: multiplies its weight. None: a norm like others."""
 
     count: int = 0
     """It is a list of weights for so many experts, whose tensors follow one another; 0: it is no list."""
@@ -212,7 +216,12 @@ class _Layer:
             if (index := spec.attention.indexer) is not None:
                 ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
                 yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
-        yield from self._matrices(Group.QUERY_UP, Group.KV_UP)
+                yield from _of_index_queries(index, self._hidden)
+            if (blocks := spec.attention.block_indexer) is not None:
+                for name in ("q_norm", "k_norm"):
+                    tensor = SlotTensor(f"self_attn.indexer.{name}.weight", (blocks.key_dim,))
+                    yield Slot(f"index_{name}", (tensor,), Keep.NORM)
+        yield from self._matrices(Group.QUERY_UP, Group.KV_UP, Group.INDEX_UP)
         if spec.attention is not None:
             yield from _of_attention(spec.attention)
         yield from self._matrices(Group.SCAN_IN, Group.DECAY_UP, Group.OUTPUT_GATE_UP)
@@ -260,6 +269,7 @@ class _Layer:
                 ends = (weight, bias) if self._norm.biased else (weight,)
                 tensors = tuple(SlotTensor(f"{name}.{end}", length) for end in ends)
             yield Slot(name, tensors, Keep.NORM)
+            yield from self._matrices(*NORM_GATES.get(name, ()))
 
     def _vector(self, name: str, path: str, keep: Keep, factor: float | None = None) -> Slot:
         """A vector as wide as the residual stream, of which every rank has all."""
@@ -375,10 +385,11 @@ def _of_recurrent(mixer: RecurrentSpec) -> Iterator[Slot]:
 def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
     """Norms of queries and keys, or of their latents."""
     if (latent := mixer.latent) is not None:
-        widths = {"q_norm": (latent.q_rank, 0), "k_norm": (latent.kv_rank, 0)}
-    elif mixer.head_norm in (None, HeadNorm.BARE):
+        yield from _of_latents(latent, mixer)
         return
-    elif mixer.head_norm in (HeadNorm.ALL, HeadNorm.OWN):
+    if mixer.head_norm in (None, HeadNorm.BARE):
+        return
+    if mixer.head_norm in (HeadNorm.ALL, HeadNorm.OWN):
         widths = {"q_norm": (mixer.q_size, mixer.num_heads), "k_norm": (mixer.kv_size, mixer.num_kv_heads)}
     else:
         widths = {"q_norm": (mixer.head_dim, 0), "k_norm": (mixer.head_dim, 0)}
@@ -387,6 +398,32 @@ def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
         if width and not (mixer.shares_kv and name == "k_norm"):
             rows = ((width, units),) if units else ()
             yield Slot(name, tuple(SlotTensor(f"self_attn.{name}.{end}", (width,), rows) for end in ends), Keep.NORM)
+
+
+def _of_index_queries(index: IndexerSpec, hidden: int) -> Iterator[Slot]:
+    """The norm of what an indexer's queries are made of, and how they grow."""
+    if index.norms_input:
+        ends = (f"self_attn.indexer.q_input_norm.{end}" for end in ("weight", "bias"))
+        yield Slot("index_input_norm", tuple(SlotTensor(path, (hidden,)) for path in ends), Keep.NORM)
+    if index.grows:
+        parts = (f"self_attn.indexer.softmax_scaling.{part}" for part in ("scale", "bias"))
+        yield Slot("index_growth", tuple(SlotTensor(path, (index.heads,)) for path in parts), Keep.PLAIN)
+
+
+def _of_latents(latent: LatentSpec, mixer: AttentionSpec) -> Iterator[Slot]:
+    """Norms of latents, and of the rotated key, each in a tensor of its own; how queries grow."""
+    if mixer.grows:
+        heads, parts = mixer.num_heads, (f"self_attn.softmax_scaling.{part}" for part in ("scale", "bias"))
+        yield Slot("growth", tuple(SlotTensor(path, (heads,), ((heads, heads),)) for path in parts), Keep.PLAIN)
+    widths = (
+        ("q_norm", latent.q_rank, latent.q_factor),
+        ("k_norm", latent.kv_rank * (not mixer.shares_kv), latent.kv_factor),
+        ("k_rotated_norm", latent.rotated_dim * latent.norms_key, 1.0),
+    )
+    for name, width, factor in widths:
+        if width:
+            tensors = (SlotTensor(f"self_attn.{name}.weight", (width,)),)
+            yield Slot(name, tensors, Keep.NORM, factor=None if factor == 1.0 else factor)
 
 
 def _rows(projection: Projection) -> tuple[tuple[int, int], ...]:

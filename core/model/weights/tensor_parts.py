@@ -29,6 +29,9 @@ STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembe
 
 POSITIONS, EMBED_NORM = "model.position_table.weight", "model.embed_norm.weight"
 
+#: Logarithms of factors of the rope's frequencies.
+ROPE_FACTORS = "model.rotary_emb.alpha"
+
 #: Of further inputs of layers.
 INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
 INPUT_NORM = "model.per_layer_projection_norm.weight"
@@ -60,6 +63,8 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
         shapes[LM_HEAD_BIAS] = (vocab,)
     if (table := config.position_table) is not None and not table.is_made:
         shapes[POSITIONS] = (table.first + table.rows, hidden)
+    if (rope := config.learned_rope) is not None:
+        shapes[ROPE_FACTORS] = (rope.dim // 2,)
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
@@ -134,6 +139,7 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     found[EMBED] = Source(f"{prefix}{tensors.embeddings}.weight")
     found[POSITIONS] = Source(f"{prefix}{tensors.positions}.weight")
     found[EMBED_NORM] = Source(f"{prefix}{tensors.embedding_norm}.weight")
+    found[ROPE_FACTORS] = Source(f"{prefix}{tensors.rope_factors}")
     biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, EMBED_NORM, LM_HEAD)}
     for part in model_parts(config):
         around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)

@@ -41,6 +41,7 @@ from .tensor_parts import (
     MEDIA_ROWS,
     NORM,
     POSITIONS,
+    ROPE_FACTORS,
     STREAM_IN,
     STREAM_OUT,
     bias_of,
@@ -119,6 +120,10 @@ class Weights(ABC):
             sinusoids(table.first + table.rows, self._config.hidden_size) if table.is_made else self._read(POSITIONS)
         )
         return every[table.first :].to(self._dtype)
+
+    def rope_factors(self) -> torch.Tensor | None:
+        """Learned factors of the rope's frequencies `[dim / 2]` float32; None: there are none."""
+        return self._read(ROPE_FACTORS, dtype=torch.float32).exp() if ROPE_FACTORS in self._tensors else None
 
     def media(self) -> torch.Tensor | None:
         """Embeddings of `ModelConfig.media`, `[tokens, hidden]`; None where there are none."""

@@ -57,7 +57,7 @@ ROOM, OWN, TOKENS = 4, 5, 5
 HESITANT = ("dlora-2", "dlora-3")
 
 REASONS = (
-    "parts of a mixture of experts, of inputs of layers or beside a mixer",
+    "parts of a mixture of experts, of inputs of layers, of norms' gates or beside a mixer",
     "times as large, but rounding allows",
     "there is no room for them beside what is in use",
 )

@@ -73,6 +73,9 @@ ADAPTER_ROWS = [
     all_linear("gemma-3n", "linear_left", exclude_modules=r".*(altup|per_layer_model_projection).*", use_dora=True),
     all_linear("kimi-linear", "parts of a mixture of experts"),
     all_linear("mimo-v2-flash"),
+    all_linear("ax-k2", "attention_norm.fc1"),
+    all_linear("dots-3-note"),
+    all_linear("minimax-m3"),
     all_linear("dbrx", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]

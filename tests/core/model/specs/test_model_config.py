@@ -129,6 +129,7 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
 
 TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
 TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MiMoV2FlashForCausalLM"]
+TEXT_ONLY += ["Dots3NoteForCausalLM", "MiniMaxM3VLForCausalLM"]
 for name in ("PhiMoEForCausalLM", "MPTForCausalLM"):  # no class of transformers has these names, which checkpoints have
     TEXT_ONLY.remove(name)
 SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
@@ -151,6 +152,8 @@ OWN_SHAPES = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
     "DeepseekV32ForCausalLM": {"num_key_value_heads": 64},
+    "AXK2ForCausalLM": {"num_key_value_heads": 64},
+    "Dots3NoteForCausalLM": {"num_key_value_heads": 64},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
     "KimiLinearForCausalLM": {"num_key_value_heads": 64},
     "GPTNeoXJapaneseForCausalLM": {"num_attention_heads": 4},
@@ -786,6 +789,8 @@ WRONG = [
     ({"architectures": ["LagunaForCausalLM"], "gating": "per-layer"}, "gating is 'per-layer': not supported"),
     ({"architectures": ["AriaTextForCausalLM"], "mlp_bias": True}, "mlp_bias is True: biases of the shared experts"),
     ({"architectures": ["AXK1ForCausalLM"], "q_lora_rank": None}, "q_lora_rank is None: queries have latents"),
+    ({"architectures": ["AXK2ForCausalLM"], "q_lora_rank": None}, "q_lora_rank is None: queries have latents"),
+    ({"architectures": ["AXK2ForCausalLM"], "n_group": 2}, "topk_group is missing: n_group and topk_group must be"),
     (
         {"architectures": ["LaraMiniForCausalLM"], "layer_types": ["chunked"] * 2},
         "chunked is not supported; supported:",

@@ -1,0 +1,158 @@
+"""MiniMax-M3: layers whose queries attend to blocks of keys that an indexer chooses, gpt-oss's activation, and
+MiniMax-M2's experts beside a shared one.
+
+Tests: tests/core/layers/test_key_blocks.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.feed_forward import ClampedSwiglu, GatedSpec, Routing, Scoring
+from ..specs.indexer import BlockIndexerSpec
+from ..specs.layers import LayerSpec
+from ..specs.tensor_names import CORRECTION, FUSED_GATE_UP, LLAMA_NORMS, TensorNames
+from . import minimax, reading, rotary
+from .reading import FULL
+
+SPARSE = "minimax_m3_sparse"
+
+#: Older names of the indexer's fields, in an object of their own, which come first in transformers.
+_OLDER = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    fields, types = _with_indexer(fields)
+    heads = reading.heads(fields)
+    full = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=rotary.rope(minimax.with_partial_factor(fields, heads.head_dim), heads.head_dim),
+        head_norm=HeadNorm.EACH,
+    )
+    sparse = _sparse(fields, full) if SPARSE in types else full
+    activation = ClampedSwiglu(fields.number("swiglu_alpha"), fields.number("swiglu_limit"))
+    factor = fields.number("routed_scaling_factor")
+    experts = reading.experts(
+        fields,
+        Routing(1, Scoring.SIGMOID, renormalised=True, corrected=True, factor=factor),
+        size="intermediate_size",
+        shared_size=fields.integer("shared_intermediate_size"),
+        activation=activation,
+    )
+    dense = GatedSpec(fields.integer("dense_intermediate_size"), activation)
+    has_experts = _has_experts(fields)
+    layers = [
+        LayerSpec(sparse if kind == SPARSE else full, experts if has else dense)
+        for kind, has in zip(types, has_experts, strict=True)
+    ]
+    return reading.dense(fields, layers, reading.rms_norm(fields, one_plus=True))
+
+
+def _with_indexer(fields: ConfigJson) -> tuple[ConfigJson, list[str]]:
+    """The fields, with those of the indexer under their own names, and types of layers."""
+    count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
+    if (older := fields.object("sparse_attention_config")) is not None:
+        fields = fields.with_values({name: older.raw[old] for name, old in _OLDER.items() if old in older.raw})
+        if not types and "sparse_attention_freq" in older.raw:
+            types = [SPARSE if each else FULL for each in older.indices("sparse_attention_freq")]
+    types = types or [FULL] * count
+    if unknown := [kind for kind in types if kind not in (FULL, SPARSE)]:
+        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {SPARSE}")
+    if len(types) != count:
+        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    return fields, types
+
+
+def _sparse(fields: ConfigJson, full: AttentionSpec) -> AttentionSpec:
+    assert full.rope is not None, "the family rotates"
+    heads, size = fields.integer("index_n_heads"), fields.integer("index_head_dim")
+    if heads != full.num_kv_heads:
+        raise fields.refuse("index_n_heads", f"each of num_key_value_heads, {full.num_kv_heads}, needs one")
+    if size < full.rope.dim:
+        raise fields.refuse("index_head_dim", f"{full.rope.dim} of its elements rotate")
+    block, top = fields.integer("index_block_size"), fields.integer("index_topk_blocks")
+    index = BlockIndexerSpec(heads, size, full.rope, block, top, fields.integer("index_local_blocks", least=0))
+    return replace(full, block_indexer=index, top_k=index.top_k)
+
+
+def _has_experts(fields: ConfigJson) -> list[bool]:
+    """Which layers have experts: by `mlp_layer_types`, or by `moe_layer_freq`, a number for each; by default all."""
+    if fields.is_missing("mlp_layer_types") and not fields.is_missing("moe_layer_freq"):
+        numbers = fields.indices("moe_layer_freq")
+        if len(numbers) != (count := fields.integer("num_hidden_layers")):
+            raise fields.refuse("moe_layer_freq", f"{len(numbers)} numbers for num_hidden_layers, {count}")
+        return list(map(bool, numbers))
+    return reading.mlp_layer_types(fields, 0)
+
+
+_SHARED = ("gate_proj", "up_proj", "down_proj")
+_INDEX = ("q_norm", "k_norm")
+
+#: As published: projections are apart, and experts in a part of another name.
+_PUBLISHED = TensorNames(
+    prefixes=("language_model.model.",),
+    heads=("language_model.lm_head.weight",),
+    names={
+        **LLAMA_NORMS,
+        **{f"self_attn.indexer.{part}": f"self_attn.index_{part}" for part in ("q_proj", "k_proj", *_INDEX)},
+        **{f"mlp.shared_expert.{part}": f"block_sparse_moe.shared_experts.{part}" for part in _SHARED},
+        "mlp.gate": "block_sparse_moe.gate",
+        CORRECTION: "block_sparse_moe.e_score_correction_bias",
+        "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
+        "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
+        "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+    },
+)
+_PARTS = ("vision_tower", "multi_modal_projector", "patch_merge_mlp", "mtp")
+_TENSORS = TensorNames(
+    prefixes=("model.language_model.", "model."),
+    names={**LLAMA_NORMS, **{f"mlp.shared_expert.{part}": f"mlp.shared_experts.{part}" for part in _SHARED}},
+    fused={
+        **FUSED_GATE_UP,
+        "mlp.shared_experts.gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    },
+    left_out=tuple(f"{outer}{part}." for outer in ("", "model.", "language_model.") for part in _PARTS),
+    published=(_PUBLISHED,),
+)
+
+MINIMAX_M3 = Family(
+    "MiniMax-M3",
+    ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+    _read,
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000.0,
+        "rotary_dim": 64,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 3072,
+        "dense_intermediate_size": 12288,
+        "shared_intermediate_size": 3072,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 2.0,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "index_block_size": 128,
+        "index_topk_blocks": 16,
+        "index_local_blocks": 1,
+    },
+    _TENSORS,
+    notes="pages keep keys of the indexer that chooses blocks of tokens; draft layers are left out",
+    shape=text_shape(200064, 6144, 3072, 60, 64),
+)

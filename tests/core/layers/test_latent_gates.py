@@ -1,0 +1,110 @@
+"""A.X K2, whose norms and latent attention have gates: programs, names, ranks and refusals. For paths, see `paths`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.core.model.program.builder import layer_program
+from chorus.core.model.program.native_decoder import why_unsupported
+from chorus.core.model.program.ops import GateOutput, Gemm, Index, TakeGates
+from chorus.core.model.program.text import program_lines
+from chorus.core.model.program.torch_bind import bind
+from chorus.core.model.program.torch_step import Step, batch_of_parts
+from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.specs.norms import NormGates
+from chorus.core.model.weights.shard import Shard
+from chorus.memory.files.format import inspect_adapter
+from chorus.memory.pages.projections import SMALL_GROUPS, Group
+
+from ..tiny_families import make_all_linear, save_family
+from .test_narrow_values import changed
+
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+BOTH = ("attention_norm", "mlp_norm")
+
+
+@pytest.fixture
+def model(tmp_path):
+    save_family("ax-k2", tmp_path)
+    return tmp_path
+
+
+def test_norms_before_experts_and_before_all_mixers_have_gates(model):
+    layers = read_model_config(model).layers
+    assert [each.norm_gates for each in layers] == [NormGates(6, BOTH[:1]), NormGates(6, BOTH), NormGates(6, BOTH)]
+    own = {each.path: each for each in layers[1].projections(64)}
+    assert own["norm_gates.mlp_norm.fc1"].dims == (64, 6)
+    assert own["norm_gates.mlp_norm.fc2"].dims == (6, 64)
+    assert "norm_gates.mlp_norm.fc1" not in {each.path for each in layers[0].projections(64)}
+
+
+def test_queries_and_gates_are_one_product_of_both_latents(model):
+    own = {each.path.rpartition(".")[2]: each for each in read_model_config(model).layers[0].projections(64)}
+    assert own["q_b_proj"].dims == (2 * 24, 4 * (24 + 24))
+    assert (own["wq_b"].group, own["wq_b"].inputs) == (Group.INDEX_UP, 24)
+
+
+def test_gates_are_what_follows_each_query():
+    x = torch.arange(24.0).view(2, 12)
+    step = Step(batch_of_parts(), [], {"qh": x})
+    bind(TakeGates("qh", "gates", heads=3, width=1), None)(step)
+    assert step.names["gates"].tolist() == [[3, 7, 11], [15, 19, 23]]
+
+
+def test_a_program_says_where_gates_come_from(model):
+    config = read_model_config(model)
+    ops = layer_program(config.layers[1], config.norm).ops
+    assert sum(isinstance(op, GateOutput) for op in ops) == 5  # two of each norm's, and attention's
+    assert [op.group.name for op in ops if isinstance(op, Gemm)][:4] == [
+        "MIXER_GATES_DOWN", "MIXER_GATES_UP", "MIXER_IN", "INDEX_UP",
+    ]  # fmt: skip
+    assert next(op for op in ops if isinstance(op, Index)).x == "ih"
+    text = "\n".join(program_lines(config))
+    assert "64 → 6: fc1" in text
+    assert "24 for each of 4 heads" in text
+
+
+def test_ranks_share_heads_and_have_all_gates_of_norms(model):
+    share = Shard(1, 2).config(read_model_config(model))
+    own = share.layers[1].projections(share.hidden_size)
+    assert all(each.is_replicated for each in own if each.group in (*SMALL_GROUPS, Group.INDEX_UP))
+    assert next(each for each in own if each.path.endswith("q_b_proj")).outputs == 2 * (24 + 24)
+    assert share.attention.gate_size == 2 * 24
+
+
+def test_adapters_are_on_all_linear_modules():
+    it = make_all_linear("ax-k2")
+    targets = {*inspect_adapter(it.adapters["all"], read_model_config(it.model).module_paths).targets}
+    assert targets >= {f"{norm}.{part}" for norm in BOTH for part in ("fc1", "fc2")}
+    assert targets >= {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "indexer.wq_b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({"mlp_layer_types": None}, [False, True, True]),
+        ({"mlp_layer_types": None, "first_k_dense_replace": 0, "moe_layer_freq": 2}, [True, False, True]),
+        ({"mlp_layer_types": ["sparse", "sparse", "dense"]}, [True, True, False]),
+    ],
+)
+def test_layers_with_experts_are_transformers_own(model, fields, kinds):
+    from transformers import AutoConfig
+
+    config = read_model_config(changed(model, **fields))
+    assert [each.experts is not None for each in config.layers] == kinds
+    assert [each == "sparse" for each in AutoConfig.from_pretrained(model).mlp_layer_types] == kinds
+
+
+def test_without_groups_all_experts_are_chosen_from(model):
+    assert read_model_config(model).experts.routing.groups == 1
+    assert read_model_config(changed(model, n_group=4, topk_group=2)).experts.routing.groups == 4
+    with pytest.raises(UnsupportedModel, match=r"topk_group.*must be given together"):
+        read_model_config(changed(model, topk_group=None))
+
+
+def test_the_native_decoder_refuses_it_by_its_indexer(model):
+    reason = why_unsupported(read_model_config(model), torch.float32)
+    assert reason == "it has no indexer of sparse attention, and this model has it"
