@@ -70,6 +70,8 @@ class Load:
     threads: int
     engine: Mapping[str, str] = field(default_factory=dict)
     """Fields of EngineConfig that Chorus gets; `quantization` sets the peers' weights, too."""
+    requests: int = REQUESTS
+    """Most at once."""
 
     @property
     def quantization(self) -> str | None:
@@ -90,8 +92,9 @@ class Served:
 
 
 def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
-    flags = ["--model", load.model, "--max-model-len", load.room, "--max-num-seqs", REQUESTS, "--threads", load.threads]
-    flags += ["--max-num-batched-tokens", _BATCH, "--speculation", "off"]  # a random model repeats itself
+    flags = ["--model", load.model, "--max-model-len", load.room, "--max-num-seqs", load.requests]
+    flags += ["--threads", load.threads, "--max-num-batched-tokens", _BATCH]
+    flags += ["--speculation", "off"]  # a random model repeats itself
     for name, value in load.engine.items():
         flags += [f"--{name.replace('_', '-')}", *([] if value == "true" else [value])]
     if lora:
@@ -103,7 +106,7 @@ def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 def vllm(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     if load.quantization is not None:
         raise ValueError(f"quantization is {load.quantization}, which only llamacpp is compared with; leave out vllm")
-    flags: list[object] = ["--dtype", load.dtype, "--max-model-len", load.room, "--max-num-seqs", REQUESTS]
+    flags: list[object] = ["--dtype", load.dtype, "--max-model-len", load.room, "--max-num-seqs", load.requests]
     flags += ["--max-num-batched-tokens", _BATCH]
     if lora:
         named = [f"{name}={file}" for name, file in load.files.items()]
@@ -121,9 +124,9 @@ def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
         "--port",
         free_port(),
         "-np",
-        REQUESTS,
+        load.requests,
         "-c",
-        REQUESTS * (load.room + 64),
+        load.requests * (load.room + 64),
         "-t",
         load.threads,
         "-tb",
@@ -214,7 +217,7 @@ def run(context: Context) -> dict[str, Any]:
             for case, name in _turns(servers, index):
                 with context.row(found, f"round {index}, {case} of {name}"):
                     lora, chosen = CASES[case]
-                    sample = _measure(
+                    sample = measure(
                         context, load, servers[name, lora], chosen=chosen, seed=f"{index} {case}", size=size
                     )
                     kept = samples.setdefault((case, name), [])
@@ -244,13 +247,13 @@ def _rates(size: dict[str, int], first: float, whole: float) -> dict[str, float]
     return {"rate": requests * output / whole, "prefill_rate": requests * prompt / first, "decode_rate": steps}
 
 
-def _measure(
+def measure(
     context: Context, load: Load, served: Served, chosen: Sequence[int | None], seed: str, size: dict[str, int]
 ) -> tuple[dict[str, float], float]:
     """Rates, and the share of the CPU time that other processes had."""
     served.signal(suspend=False)
     try:
-        indices = [chosen[index % len(chosen)] for index in range(REQUESTS)]
+        indices = [chosen[index % len(chosen)] for index in range(size["requests"])]
         names = [None if index is None else list(load.files)[index] for index in indices]
         asked = bodies(served.server.url, names, size, Random(seed), context.size.geometry.vocab)
         time.sleep(0.0 if context.smoke else _SETTLE_SECONDS)

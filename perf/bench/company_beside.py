@@ -1,0 +1,113 @@
+"""The price of company on servers: decoding of mixed adapters over decoding of the base model, beside other servers.
+
+`python -m chorus.perf.bench.company_beside --beside vllm=ENV/bin/vllm`: each server has eight adapters of ranks 8 to 64
+and gets requests for them in rotation, or for the base model alone, all at once. Servers take turns; one is suspended
+while another is measured. See section `peers` of `perf.bench` for the servers. `company` measures steps without one.
+
+Tests: tests/perf/bench/test_company_beside.py
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count as numbers
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ...core.cpus import available_cpus
+from ..report.command import conclude, count, parser, say
+from ..report.table import Table
+from .context import Context
+from .machine import processor
+from .models.random_model import RandomModel, checkpoint
+from .models.sizes import SIZES
+from .sections import peers
+from .sections.peers import PEERS, RANKS, Load, Served
+from .store import ResultStore
+from .timer import WallTimer, in_turns, ratio
+
+_DTYPE = "bfloat16"
+_OWN = "chorus"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--beside", nargs="*", default=[], metavar="NAME=PATH", help="other servers: vllm, llamacpp")
+    add("--model-size", choices=SIZES, default="125m", metavar="NAME")
+    add("--sequences", type=count, nargs="+", default=[1, 8, 64], metavar="N")
+    add("--prompt-tokens", type=count, default=16)
+    add("--output-tokens", type=count, default=64)
+    add("--rounds", type=count, default=3)
+    add("--threads", type=count, default=available_cpus())
+    args = command.parse_args(argv)
+    others = [each for each in PEERS if each != _OWN]
+    parts = [each.partition("=") for each in args.beside]
+    if unknown := ["".join(each) for each in parts if each[0] not in others or not each[2]]:
+        command.error(f"--beside {unknown[0]}: give NAME=PATH, of {', '.join(others)}")
+    paths = {name: Path(path) for name, _, path in parts}
+    with TemporaryDirectory(prefix="chorus-company-") as name, ExitStack() as stack:
+        work, size = Path(name), SIZES[args.model_size]
+        context = Context("cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
+        load = _load(context, args)
+        servers = dict[str, Served]()
+        for peer in (_OWN, *paths):
+            say(f"start of {peer}")
+            servers[peer] = PEERS[peer](load, paths.get(peer, Path()), True, stack)
+            stack.callback(servers[peer].signal, suspend=False)  # it must be able to end
+            servers[peer].signal(suspend=True)
+        rows = [row for number in args.sequences for row in _measured(context, load, servers, number, args)]
+    table = Table("decoding", ["sequences", "server", "base, tokens/s", "8 adapters, tokens/s", "base / adapters"])
+    for row in rows:
+        table.add(row["sequences"], row["server"], row["base"], row["mixed"], row["ratio"])
+    table.show()
+    return conclude({"device": processor(), "model_size": args.model_size, "rows": rows}, True)
+
+
+def _load(context: Context, args: Namespace) -> Load:
+    files = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    model = checkpoint(RandomModel(context.size.geometry, dtype=_DTYPE), context.work_dir)
+    room = args.prompt_tokens + args.output_tokens + 16
+    return Load(model, files, room, _DTYPE, args.threads, requests=max(args.sequences))
+
+
+def _measured(
+    context: Context, load: Load, servers: dict[str, Served], sequences: int, args: Namespace
+) -> list[dict[str, Any]]:
+    """A row for each server: the rates' medians, and the ratio of turns next to each other."""
+    say(f"{sequences} sequences")
+    size = {"requests": sequences, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
+    turns = numbers()
+
+    def seconds(served: Served, chosen: Sequence[int | None]) -> float:
+        """Of a token of all sequences."""
+        rates, _ = peers.measure(context, load, served, chosen=chosen, seed=f"{next(turns)}", size=size)
+        return 1 / rates["decode_rate"]
+
+    cases: dict[str, Sequence[int | None]] = {"base": [None], "mixed": range(len(load.files))}
+    work: dict[str, Callable[[], float]] = {
+        f"{case} of {name}": partial(seconds, served, chosen)
+        for name, served in servers.items()
+        for case, chosen in cases.items()
+    }
+    in_turns(work, 1)
+    found = in_turns(work, args.rounds)
+    return [
+        {
+            "sequences": sequences,
+            "server": name,
+            **{case: 1 / median(found[f"{case} of {name}"]) for case in cases},
+            "ratio": ratio(found, f"mixed of {name}", f"base of {name}"),
+        }
+        for name in servers
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
