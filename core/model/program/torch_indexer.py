@@ -76,13 +76,12 @@ def choose_blocks(op: ChooseBlocks, at: OpContext) -> Run:
     blocks = KeyBlocks(spec.block, spec.top, spec.local)
 
     def run(step: Step) -> None:
+        if not chooses:
+            return  # queries attend to all that they see
         names = step.names
-        if not chooses:  # queries attend to all that they see
-            names[op.out] = names[op.q]
-            return
         with span("attn.index"):
             attention = step.batch.attention.of(model.page_groups[kv])
-            ends = [each[..., head_dim:] for each in model.arena.kv_layers[kv]]
-            names[op.out] = attention.choose_blocks(names[op.q], KvCache(*ends), blocks)
+            k, v = (each[..., head_dim:] for each in model.arena.kv_layers[kv])
+            names[op.out] = attention.choose_blocks(names[op.q], KvCache(k, v), blocks)
 
     return run
