@@ -5,8 +5,8 @@ Tests: tests/core/layers/test_indexer.py, tests/core/layers/test_key_blocks.py
 
 from __future__ import annotations
 
-from ....ops.attention.attention import KvCache
-from ....ops.attention.key_blocks import KeyBlocks, halves_of
+from ....ops.attention.attention import KeyBlocks, KvCache
+from ....ops.attention.key_blocks import halves_of
 from ....ops.elementwise.elementwise import layer_norm, rotate
 from ..nvtx_spans import span
 from .builder import Kept
