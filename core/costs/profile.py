@@ -8,7 +8,7 @@ Tests: tests/core/costs/test_costs.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
@@ -189,14 +189,7 @@ class Geometry(_Strict):
     @property
     def _kv_shapes(self) -> tuple[KvShape, ...]:
         """What pages keep of a token in each layer with KV, by its projections to keys, latents and index keys."""
-        found: list[KvShape] = []
-        for layer in self.projections.layers:
-            index = sum(each.outputs for each in layer if each.path.endswith(".indexer.wk"))
-            of_blocks = sum(each.outputs for each in layer if each.path.endswith(".indexer.k_proj"))
-            keys = (each for each in layer if each.path.endswith((".self_attn.k_proj", ".kv_a_proj_with_mqa")))
-            own = [_kept(each, index, of_blocks) for each in keys]
-            found += own or [KvShape(1, index)] * (index > 0)
-        return tuple(found)
+        return tuple(shape for layer in self.projections.layers for shape in _kept(layer))
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by
@@ -212,12 +205,17 @@ class Geometry(_Strict):
         return sum(each.outputs for each in every if each.name in targets) * self.itemsize
 
 
-def _kept(keys: Projection, index: int, of_blocks: int) -> KvShape:
-    """What pages keep of a layer with these keys. index, of_blocks: elements of the key of an indexer; of blocks, where
-    it is in parts behind the key and the value of each head.
+def _kept(layer: Sequence[Projection]) -> Iterator[KvShape]:
+    """What pages keep of a layer, if it is anything: keys and values, latents, or the keys of an indexer, which are
+    behind them; of an indexer of blocks, parts behind the key and the value of each head.
     """
-    further = index + -(-of_blocks // (2 * keys.units))
-    return KvShape(keys.units, keys.outputs // keys.units + further)
+    sizes = {each.module: each.outputs for each in layer}
+    index, of_blocks = sizes.get("indexer.wk", 0), sizes.get("indexer.k_proj", 0)
+    keys = [each for each in layer if each.module in ("k_proj", "kv_a_proj_with_mqa")]
+    for each in keys:
+        yield KvShape(each.units, each.outputs // each.units + index - (-of_blocks // (2 * each.units)))
+    if index and not keys:
+        yield KvShape(1, index)
 
 
 class Profile(_Strict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from ..elementwise.float8_kv import UNSCALED, KvScales
 from ..upload import on_device
 from .blocks import BlockMask, BlockSpans
 from .latents import LatentHeads
-
-if TYPE_CHECKING:
-    from .key_blocks import KeyBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +68,17 @@ class HeadTerms(NamedTuple):
 
     sinks: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
+
+
+class KeyBlocks(NamedTuple):
+    """Blocks of keys, and how many of them a query attends to."""
+
+    size: int
+    """Keys of a block."""
+
+    top: int
+    local: int
+    """The last blocks that a query sees, its own first, which are always among them."""
 
 
 class HeadShape(NamedTuple):

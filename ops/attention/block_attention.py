@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..upload import on_device
 from . import attention
-from .attention import KvCache, PagedAttention, Prefill, Scores
-from .key_blocks import KeyBlocks, chosen_blocks
+from .attention import KeyBlocks, KvCache, PagedAttention, Prefill, Scores
+from .key_blocks import chosen_blocks
 
 
 class BlockAttention(PagedAttention):

@@ -7,22 +7,10 @@ Tests: tests/ops/attention/test_key_blocks.py
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from . import attention
-
-
-class KeyBlocks(NamedTuple):
-    """Blocks of keys, and how many of them a query attends to."""
-
-    size: int
-    """Keys of a block."""
-
-    top: int
-    local: int
-    """The last blocks that a query sees, its own first, which are always among them."""
+from .attention import KeyBlocks
 
 
 def halves_of(key: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -219,11 +219,11 @@ def _dots_3(rng: random.Random) -> Fields:
 
 def _minimax_3(rng: random.Random) -> Fields:
     found, own, head_dim = _grouped(rng), _experts(rng), rng.choice((12, 16, 24, 32))
-    count, rotated = found["num_hidden_layers"], rng.choice((4, 8, 12))
+    count = found["num_hidden_layers"]
     return {
         **found,
         "head_dim": head_dim,
-        "rotary_dim": rotated,
+        "partial_rotary_factor": rng.choice((0.25, 0.5, 0.5)),
         "layer_types": _types(rng, count, ("full_attention", "minimax_m3_sparse", "minimax_m3_sparse")),
         "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
         "num_local_experts": own["num_experts"],
@@ -234,7 +234,7 @@ def _minimax_3(rng: random.Random) -> Fields:
         "routed_scaling_factor": rng.choice((1.0, 1.5)),
         "swiglu_limit": rng.choice((0.5, 7.0)),
         "index_n_heads": found["num_key_value_heads"],
-        "index_head_dim": rng.choice((12, 14, 16, 24)),
+        "index_head_dim": rng.choice((16, 18, 24)),
         "index_block_size": rng.choice((1, 3, 4, 8, 16)),
         "index_topk_blocks": rng.choice((1, 2, 3, 5)),
         "index_local_blocks": rng.choice((0, 1, 1, 2)),

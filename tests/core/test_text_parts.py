@@ -343,7 +343,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "MiniMaxM3SparseForConditionalGeneration": (
         "MiniMaxM3VLConfig",
-        {"rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40,
+        {"partial_rotary_factor": 0.5, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40,
          "dense_intermediate_size": 96, "shared_intermediate_size": 24, "index_n_heads": 2, "index_head_dim": 12,
          "index_block_size": 4, "index_topk_blocks": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
          "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "initializer_range": 0.1},

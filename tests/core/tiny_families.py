@@ -816,20 +816,21 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "minimax-m3": (
         "MiniMaxM3VLTextConfig",
-        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 16, "num_experts_per_tok": 3, "intermediate_size": 40,
-         "dense_intermediate_size": 96, "shared_intermediate_size": 24, "num_hidden_layers": 3, "index_n_heads": 2,
-         "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1,
+        {"head_dim": 16, "partial_rotary_factor": 0.5, "num_local_experts": 16, "num_experts_per_tok": 3,
+         "intermediate_size": 40, "dense_intermediate_size": 96, "shared_intermediate_size": 24, "num_hidden_layers": 3,
+         "index_n_heads": 2, "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 3,
          "mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_factor": 1.5, "initializer_range": 0.1,
          "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
         "50GB",
     ),
     "minimax-m3-plain": (
         "MiniMaxM3VLTextConfig",
-        {"head_dim": 24, "rotary_dim": 12, "num_key_value_heads": 1, "num_local_experts": 8, "num_experts_per_tok": 2,
-         "intermediate_size": 24, "dense_intermediate_size": 64, "shared_intermediate_size": 24, "index_n_heads": 1,
-         "index_head_dim": 20, "index_block_size": 5, "index_topk_blocks": 2, "index_local_blocks": 0,
-         "mlp_layer_types": ["sparse", "dense"], "hidden_size": 48, "swiglu_alpha": 1.2, "swiglu_limit": 1.5,
-         "layer_types": ["minimax_m3_sparse"] * 2, "tie_word_embeddings": True, "initializer_range": 0.1},
+        {"head_dim": 24, "partial_rotary_factor": 0.5, "num_key_value_heads": 1, "num_local_experts": 8,
+         "num_experts_per_tok": 2, "intermediate_size": 24, "dense_intermediate_size": 64,
+         "shared_intermediate_size": 24, "index_n_heads": 1, "index_head_dim": 20, "index_block_size": 5,
+         "index_topk_blocks": 2, "index_local_blocks": 0, "mlp_layer_types": ["sparse", "dense"], "hidden_size": 48,
+         "swiglu_alpha": 1.2, "swiglu_limit": 1.5, "layer_types": ["minimax_m3_sparse"] * 2,
+         "tie_word_embeddings": True, "initializer_range": 0.1},
         "20KB",
     ),
     "afmoe": (
@@ -1185,7 +1186,6 @@ UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 OF_WINDOWS = [f"{each}@sliding" for each in (*LATENTS, "g_proj", "o_proj")]
 INDEXERS = ["indexer.wq_b", "indexer.wk", "indexer.weights_proj", "indexer.q_proj", "indexer.k_proj"]
-NORM_GATES = [f"{norm}.{part}" for norm in ("attention_norm", "mlp_norm") for part in ("fc1", "fc2")]
 NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-1", "mamba-2", "falcon-mamba")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 

@@ -7,6 +7,7 @@ Tests: tests/core/layers/test_latent_windows.py, tests/core/paths
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from ..config_json import ConfigJson
@@ -52,20 +53,21 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _types(fields: ConfigJson) -> list[str]:
     """Types of layers. Published checkpoints call those with an indexer full, unless `use_dsa` is false."""
-    count, whole = fields.integer("num_hidden_layers"), not fields.boolean("use_sliding_window", True)
-    indexes = None if _BY_LAYER in fields.raw and fields.is_missing("use_dsa") else fields.boolean("use_dsa", True)
-    types = fields.texts("layer_types") or [
-        FULL if whole or layer < 2 or layer % 4 == 1 else SLIDING for layer in range(count)
-    ]
-    if indexes is not None or not fields.texts("layer_types"):
-        named = FULL if indexes is False else INDEXED
-        types = [kind if kind == SLIDING else named if kind in (FULL, INDEXED) else kind for kind in types]
+    count, given = fields.integer("num_hidden_layers"), fields.texts("layer_types")
+    types = given or _default_types(count, has_windows=fields.boolean("use_sliding_window", True))
+    if not given or _BY_LAYER not in fields.raw or not fields.is_missing("use_dsa"):
+        named = INDEXED if fields.boolean("use_dsa", True) else FULL
+        types = [named if kind in (FULL, INDEXED) else kind for kind in types]
     if unknown := [kind for kind in types if kind not in (FULL, INDEXED, SLIDING)]:
         known = ", ".join((FULL, INDEXED, SLIDING))
         raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {known}")
     if len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
     return types
+
+
+def _default_types(count: int, *, has_windows: bool) -> list[str]:
+    return [SLIDING if has_windows and layer >= 2 and layer % 4 != 1 else FULL for layer in range(count)]
 
 
 def _fields_of_types(fields: ConfigJson, types: list[str]) -> dict[str, ConfigJson]:
@@ -105,10 +107,10 @@ def _checked(fields: ConfigJson, own: dict[str, Any], kind: str) -> ConfigJson:
 def _mixer(fields: ConfigJson, kind: str, types: list[str]) -> AttentionSpec:
     latent.check_query_latents(fields)
     own = latent.attention(fields, interleaved=True, of=_rope(fields, kind, types))
-    assert own.latent is not None, "`latent.attention` gives them"
     own = latent.with_indexer(fields, own, interleaved=True) if kind == INDEXED else own
     form = "sliding" if kind == SLIDING else "full" * (kind == FULL and INDEXED in types)
     hidden, sizes = fields.integer("hidden_size"), own.latent
+    assert sizes is not None, "`latent.attention` gives them"
     return replace(
         own,
         output_gate=OutputGate.OF_HEADS,
@@ -154,10 +156,11 @@ def _has_experts(fields: ConfigJson) -> list[bool]:
     return [layer >= first and layer % number == 0 for layer in range(count)]
 
 
+_TOWERS = ("vision", "audio"), ("tower", "encoder")
 TENSORS = TensorNames(
     prefixes=("model.language_model.", "model."),
     names={**glm_moe.NAMES, "self_attn.k_rotated_norm": "self_attn.k_rope_only_layernorm"},
-    left_out=tuple(f"{outer}{tower}." for outer in ("model.", "") for tower in ("vision_tower", "audio_tower")),
+    left_out=tuple(f"{outer}{part}_{kind}." for outer in ("model.", "") for part, kind in product(*_TOWERS)),
 )
 
 DOTS_3_NOTE = Family(

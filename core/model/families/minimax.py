@@ -17,7 +17,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=rotary.rope(with_partial_factor(fields, heads.head_dim), heads.head_dim),
+        rope=rotary.rope(_with_partial_factor(fields, heads.head_dim), heads.head_dim),
         head_norm=HeadNorm.ALL,
     )
     routing = Routing(1, Scoring.SIGMOID, renormalised=True, corrected=True)
@@ -25,7 +25,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
-def with_partial_factor(fields: ConfigJson, head_dim: int) -> ConfigJson:
+def _with_partial_factor(fields: ConfigJson, head_dim: int) -> ConfigJson:
     """The same fields, with the part of a head that rotates as transformers has it: checkpoints say `rotary_dim`."""
     rotated = fields.optional("rotary_dim")
     if rotated is None or not fields.is_missing("partial_rotary_factor"):

@@ -16,7 +16,7 @@ from ..specs.feed_forward import ClampedSwiglu, GatedSpec, Routing, Scoring
 from ..specs.indexer import BlockIndexerSpec
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, FUSED_GATE_UP, LLAMA_NORMS, TensorNames
-from . import minimax, reading, rotary
+from . import reading, rotary
 from .reading import FULL
 
 SPARSE = "minimax_m3_sparse"
@@ -29,6 +29,7 @@ _OLDER = {
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
 }
+_SCHEDULE = "sparse_attention_freq"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -37,7 +38,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     full = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=rotary.rope(minimax.with_partial_factor(fields, heads.head_dim), heads.head_dim),
+        rope=rotary.rope(fields, heads.head_dim),
         head_norm=HeadNorm.EACH,
     )
     sparse = _sparse(fields, full) if SPARSE in types else full
@@ -61,17 +62,22 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _with_indexer(fields: ConfigJson) -> tuple[ConfigJson, list[str]]:
     """The fields, with those of the indexer under their own names, and types of layers."""
-    count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
-    if (older := fields.object("sparse_attention_config")) is not None:
-        fields = fields.with_values({name: older.raw[old] for name, old in _OLDER.items() if old in older.raw})
-        if not types and "sparse_attention_freq" in older.raw:
-            types = [SPARSE if each else FULL for each in older.indices("sparse_attention_freq")]
+    count, types, older = fields.integer("num_hidden_layers"), fields.texts("layer_types"), _older(fields)
+    fields = fields.with_values({name: older.raw[old] for name, old in _OLDER.items() if old in older.raw})
+    if not types and _SCHEDULE in older.raw:
+        types = [SPARSE if each else FULL for each in older.indices(_SCHEDULE)]
     types = types or [FULL] * count
     if unknown := [kind for kind in types if kind not in (FULL, SPARSE)]:
         raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {SPARSE}")
     if len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
     return fields, types
+
+
+def _older(fields: ConfigJson) -> ConfigJson:
+    """The object with older names of fields; empty where there is none."""
+    name = "sparse_attention_config"
+    return fields.object(name) or fields.part(name, {})
 
 
 def _sparse(fields: ConfigJson, full: AttentionSpec) -> AttentionSpec:
@@ -136,8 +142,7 @@ MINIMAX_M3 = Family(
         "max_position_embeddings": 524288,
         "rms_norm_eps": 1e-6,
         "rope_theta": 5000000.0,
-        "rotary_dim": 64,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": 1.0,
         "intermediate_size": 3072,
         "dense_intermediate_size": 12288,
         "shared_intermediate_size": 3072,

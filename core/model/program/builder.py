@@ -6,7 +6,7 @@ Tests: tests/core/model/program/test_builder.py
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from ....memory.pages.projections import NORM_GATES, Group
@@ -257,14 +257,18 @@ class _Builder:
             queries = queries if index.apart else View("qh", 0, -index.query_size)
         if mixer.grows:
             queries = self._put(GrowHeads(queries, "qh", mixer.num_heads, "growth"))
-        if mixer.output_gate is OutputGate.BESIDE_QUERIES:
-            self._put(TakeGates(queries, "gates", mixer.num_heads, latent.value_dim))
-            width = mixer.query_dim + latent.value_dim
-            queries = self._put(ResizeHeads(queries, "qh", 0, width, mixer.query_dim))
-        if mixer.output_gate is OutputGate.OF_HEADS:
-            self._put(TakeGates(View("in", end, behind or None), "gates", mixer.num_heads, latent.value_dim))
+        queries = self._without_gates(mixer, latent, queries, View("in", end, behind or None))
         kept = None if mixer.shares_kv else self._kept(latent, View("in", begin, end or None))
         self._put(Latents(queries, kept, "q", mixer, latent))
+
+    def _without_gates(self, mixer: AttentionSpec, latent: LatentSpec, queries: Read, gates: View) -> Read:
+        """Take gates of attention's output from behind each query, or those of heads; returns the queries."""
+        if mixer.output_gate is OutputGate.OF_HEADS:
+            self._put(TakeGates(gates, "gates", mixer.num_heads, latent.value_dim))
+        if mixer.output_gate is not OutputGate.BESIDE_QUERIES:
+            return queries
+        self._put(TakeGates(queries, "gates", mixer.num_heads, latent.value_dim))
+        return self._put(ResizeHeads(queries, "qh", 0, mixer.query_dim + latent.value_dim, mixer.query_dim))
 
     def _of_low_rank(self, latent: LatentSpec, index: IndexerSpec | None, given: Read) -> Read:
         """Queries of their latents, and an indexer's, which has them beside attention's or apart."""
@@ -278,8 +282,9 @@ class _Builder:
         """The latent and the key of all heads, which may have a norm."""
         if not latent.norms_key:
             return kept
-        own, key = (View("in", *ends) for ends in pairwise((kept.begin, kept.begin + latent.kv_rank, kept.end)))
-        return self._put(Concat((own, self._put(Norm(key, "kr", "k_rotated_norm", NormSpec(latent.eps)))), "kv"))
+        middle = kept.begin + latent.kv_rank
+        key = self._put(Norm(View("in", middle, kept.end), "kr", "k_rotated_norm", NormSpec(latent.eps)))
+        return self._put(Concat((View("in", kept.begin, middle), key), "kv"))
 
     def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
         """Put decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""
@@ -350,8 +355,8 @@ class _Builder:
         """Attention; what chooses its tokens is appended before it."""
         if (blocks := mixer.block_indexer) is not None:
             self.reads.append(Kept("iq", (blocks.heads, blocks.key_dim)))
-            self._put(ChooseBlocks("iq", "blocks", mixer, blocks))
-            return Attend("q", "a", mixer, chosen="blocks")
+            self._put(ChooseBlocks("iq", CHOSEN, mixer, blocks))
+            return Attend("q", "a", mixer, chosen=CHOSEN)
         if (latent := mixer.latent) is None:
             return Attend("q", "a", mixer)
         if (index := mixer.indexer) is not None:

@@ -386,6 +386,8 @@ class _Lowering:
             raise NoNativeOp("queries that something else than attention reads")
         ((module, _, _),) = self._table.columns(self._index, Group.KV_UP)
         latent = latent_arguments(op.attention, op.latent, module)
+        if op.kept is None:
+            raise NoNativeOp("latents of an earlier layer")
         x, column, _ = self._read(at, op.kept)
         made = next(i for i, each in enumerate(self._found) if each.arguments.get("out") == x)
         self._found.insert(made + 1, NativeOp("Keep", {"x": x, "column": column, "latent": latent}))

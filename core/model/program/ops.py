@@ -24,7 +24,7 @@ STREAM = "x"
 #: Several residual streams `[tokens, streams, hidden]`.
 STREAMS = "s"
 
-#: The tokens that queries attend to, as the last indexer chose them `[tokens, top_k]` int32.
+#: The tokens that queries attend to, as the last indexer chose them `[tokens, top_k]` int32; or blocks of tokens.
 CHOSEN = "chosen"
 
 #: Further inputs of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.

@@ -5,8 +5,6 @@ Tests: tests/core/test_families.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ....ops.attention.attention import PLAIN, Scores
@@ -36,18 +34,6 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     sparse = 0 if mixer.block_indexer is None or top_k is None else mixer.block_indexer.block
     found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks, bool(mixer.slopes), top_k, sparse)
     return PLAIN if found == PLAIN else found
-
-
-def caches(mixer: AttentionSpec, model: Bound, kv: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Gives the cached keys and values of a layer, without an indexer's keys."""
-    if mixer.block_indexer is None:
-        return lambda: model.arena.kv_layers[kv]
-
-    def own() -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = model.arena.kv_layers[kv]
-        return k[..., : mixer.head_dim], v[..., : mixer.head_dim]
-
-    return own
 
 
 def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, model: Bound) -> HeadNorms | None:

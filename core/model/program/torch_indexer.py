@@ -5,8 +5,8 @@ Tests: tests/core/layers/test_indexer.py, tests/core/layers/test_key_blocks.py
 
 from __future__ import annotations
 
-from ....ops.attention.attention import KvCache
-from ....ops.attention.key_blocks import KeyBlocks, halves_of
+from ....ops.attention.attention import KeyBlocks, KvCache
+from ....ops.attention.key_blocks import halves_of
 from ....ops.elementwise.elementwise import layer_norm, rotate
 from ..nvtx_spans import span
 from .builder import Kept
@@ -76,13 +76,12 @@ def choose_blocks(op: ChooseBlocks, at: OpContext) -> Run:
     blocks = KeyBlocks(spec.block, spec.top, spec.local)
 
     def run(step: Step) -> None:
+        if not chooses:
+            return  # queries attend to all that they see
         names = step.names
-        if not chooses:  # queries attend to all that they see
-            names[op.out] = names[op.q]
-            return
         with span("attn.index"):
             attention = step.batch.attention.of(model.page_groups[kv])
-            ends = [each[..., head_dim:] for each in model.arena.kv_layers[kv]]
-            names[op.out] = attention.choose_blocks(names[op.q], KvCache(*ends), blocks)
+            k, v = (each[..., head_dim:] for each in model.arena.kv_layers[kv])
+            names[op.out] = attention.choose_blocks(names[op.q], KvCache(k, v), blocks)
 
     return run

@@ -5,6 +5,7 @@ Tests: tests/core/test_families.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,14 +35,14 @@ from ..batch import GemmBackend, GemmBackends, GemmKind
 from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from ..moe.experts import activated
 from ..nvtx_spans import span
-from ..specs.attention import OutputGate
+from ..specs.attention import AttentionSpec, OutputGate
 from ..specs.norms import NormKind, NormSpec
 from ..weights.rounding_weight import RoundingWeight
 from .builder import Kept
 from .end_ops import Embed, Logits, Rows, Select
 from .ops import Activate, Add, AllReduce, Attend, Gemm, Heads, Norm
-from .torch_heads import attended_of, caches, head_norms, query_growth, query_weights, scores_of
-from .torch_step import OpContext, Run, Step, reader
+from .torch_heads import attended_of, head_norms, query_growth, query_weights, scores_of
+from .torch_step import Bound, OpContext, Run, Step, reader
 
 if TYPE_CHECKING:
     from ....ops.lora.sgmv_triton import Shrunk
@@ -213,12 +214,24 @@ def _multiply_by_library(
     return linear(x, weight, bias) if out is None else mm(x, weight.t(), out=out)
 
 
+def _caches(mixer: AttentionSpec, model: Bound, kv: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Gives the cached keys and values of a layer, without an indexer's keys."""
+    if mixer.block_indexer is None:
+        return lambda: model.arena.kv_layers[kv]
+
+    def own() -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = model.arena.kv_layers[kv]
+        return k[..., : mixer.head_dim], v[..., : mixer.head_dim]
+
+    return own
+
+
 def heads(op: Heads, at: OpContext) -> Run:
     mixer, read, model, kv = op.attention, reader(op.x), at.model, at.model.kv_index[at.index]
     norms, weights = head_norms(at.weights, mixer, op.norm, model), query_weights(at.weights, mixer)
     growth, eps, q_out = query_growth(mixer, model), op.norm.eps, Kept(op.q, (mixer.num_heads, mixer.query_dim))
     ones = torch.ones(mixer.head_dim, device=model.device) if mixer.value_norm else None
-    cache_of = caches(mixer, model, kv)
+    cache_of = _caches(mixer, model, kv)
     split = None if mixer.output_gate is None else _SPLITS[mixer.output_gate]
 
     def run(step: Step) -> None:
@@ -250,7 +263,7 @@ def heads(op: Heads, at: OpContext) -> Run:
 def attend(op: Attend, at: OpContext) -> Run:
     kv, model = at.model.kv_index[at.index], at.model
     scores, kept = scores_of(op.attention, model.max_model_len), attended_of(op)
-    cache_of, is_sparse = caches(op.attention, model, kv), scores.top_k is not None
+    cache_of, is_sparse = _caches(op.attention, model, kv), scores.top_k is not None
 
     def run(step: Step) -> None:
         with span("attn.run"):

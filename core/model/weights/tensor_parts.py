@@ -61,10 +61,7 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
         shapes[LM_HEAD] = (vocab, hidden)
     if config.head_bias and config.has_lm_head:
         shapes[LM_HEAD_BIAS] = (vocab,)
-    if (table := config.position_table) is not None and not table.is_made:
-        shapes[POSITIONS] = (table.first + table.rows, hidden)
-    if (rope := config.learned_rope) is not None:
-        shapes[ROPE_FACTORS] = (rope.dim // 2,)
+    shapes |= _of_positions(config)
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
@@ -74,6 +71,16 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
         shapes[MEDIA_NORM.format(media.module)] = (media.width,)
         shapes[MEDIA_PROJECTION.format(media.module)] = (hidden, media.width)
     return {name: model_part(name, shape) for name, shape in shapes.items()}
+
+
+def _of_positions(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a table of position embeddings, and of what is learned of the rope."""
+    found: dict[str, tuple[int, ...]] = {}
+    if (table := config.position_table) is not None and not table.is_made:
+        found[POSITIONS] = (table.first + table.rows, config.hidden_size)
+    if (rope := config.learned_rope) is not None:
+        found[ROPE_FACTORS] = (rope.dim // 2,)
+    return found
 
 
 def model_part(name: str, shape: tuple[int, ...]) -> SlotTensor:

@@ -69,9 +69,9 @@ def test_published_names_mean_the_same(model):
     ("fields", "kinds"),
     [
         ({}, ["indexer", "indexer", "windows", "windows"]),
-        ({"use_dsa": False}, ["whole", "whole", "windows", "windows"]),
+        ({"use_dsa": False, "rope_parameters": None}, ["whole", "whole", "windows", "windows"]),
         ({"layer_types": None}, ["indexer", "indexer", "windows", "windows"]),
-        ({"layer_types": ["full_attention", "indexed_attention"] + ["sliding_attention"] * 2},
+        ({"layer_types": ["full_attention", "indexed_attention"] + ["sliding_attention"] * 2, "rope_parameters": None},
          ["whole", "indexer", "windows", "windows"]),
     ],
 )  # fmt: skip

@@ -74,8 +74,8 @@ ADAPTER_ROWS = [
     all_linear("kimi-linear", "parts of a mixture of experts"),
     all_linear("mimo-v2-flash"),
     all_linear("ax-k2", "attention_norm.fc1"),
-    all_linear("dots-3-note"),
-    all_linear("minimax-m3"),
+    all_linear("dots-3-note", "parts of a mixture of experts"),
+    all_linear("minimax-m3", "parts of a mixture of experts"),
     all_linear("dbrx", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]

@@ -11,10 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops.attention import attention
-from chorus.ops.attention.attention import AttentionSetup, HeadShape, KvCache, PagedAttention, Scores
+from chorus.ops.attention.attention import AttentionSetup, HeadShape, KeyBlocks, KvCache, PagedAttention, Scores
 from chorus.ops.attention.attention_backend import choose_attention, flashinfer_obstacle, triton_obstacle
 from chorus.ops.attention.block_attention import BlockAttention
-from chorus.ops.attention.key_blocks import KeyBlocks, chosen_blocks, halves_of
+from chorus.ops.attention.key_blocks import chosen_blocks, halves_of
 
 from .test_latent_attention import BLOCK, chunks, decodes
 
