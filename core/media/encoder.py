@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..requests.media import MediaItem
 from .apart import work_apart
 from .images import BadImage
-from .kept_rows import KeptRows, RowsKey
+from .kept_rows import KeptRows, Rows, RowsKey
 
 if TYPE_CHECKING:
     from ...memory.host.budget import HostBudget
@@ -33,14 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MEMORY_CHECK_SECONDS = 0.02
-
-
-class UsedRows(NamedTuple):
-    """Rows that a request got. seconds: that encoding them took; None: they were there."""
-
-    key: RowsKey
-    rows: torch.Tensor
-    seconds: float | None
 
 
 class RowMaker(Protocol):
@@ -57,7 +49,8 @@ class Encoded(NamedTuple):
     request: Request
     error: str | None = None
     failure: LoadFailure | None = None
-    used: tuple[UsedRows, ...] = ()
+    used: Sequence[tuple[RowsKey, Rows]] = ()
+    """The rows that it got, for others."""
 
 
 class ImageEncoder:
@@ -87,6 +80,7 @@ class ImageEncoder:
         self._thread: threading.Thread | None = None
         self.kept = KeptRows(num_bytes, budget)
         self._lent: weakref.WeakValueDictionary[RowsKey, torch.Tensor] = weakref.WeakValueDictionary()
+        self._lent_seconds: dict[RowsKey, float] = {}  # that encoding them took
         self._live: dict[int, int] = {}  # bytes of pixels, and of rows that requests hold, by the number of each
         self._numbers = 0
         self.num_encoded = 0
@@ -127,8 +121,8 @@ class ImageEncoder:
         found = []
         while self._done:
             one = self._done.popleft()
-            for key, rows, seconds in one.used:
-                self.kept.note_use(key, rows, seconds)
+            for key, rows in one.used:
+                self.kept.note_use(key, rows)
             if self._pending.pop(one.request.id, None) is one.request:
                 found.append(one)
         return found
@@ -163,15 +157,16 @@ class ImageEncoder:
         """Encode the next request's images; False at the end. Nothing of it is kept while waiting for another."""
         if (request := self._next()) is None:
             return False
+        done = Encoded(request, used=(used := list[tuple[RowsKey, Rows]]()))
         try:
-            done = Encoded(request, used=self._encode(request))
+            self._encode(request, used)
         except AdapterFormatError as error:
-            done = Encoded(request, str(error), error.failure)
+            done = Encoded(request, str(error), error.failure, used)
         except BadImage as error:
-            done = Encoded(request, f"an image {error}")
+            done = Encoded(request, f"an image {error}", used=used)
         except Exception as error:
             logger.exception("encoding the images of %s failed", request.id)
-            done = Encoded(request, f"its images could not be encoded: {type(error).__name__}: {error}")
+            done = Encoded(request, f"its images could not be encoded: {type(error).__name__}: {error}", used=used)
         self._done.append(done)
         self._wake()
         return True
@@ -189,34 +184,28 @@ class ImageEncoder:
                 self._waiting[tenant] = requests
             return request
 
-    def _encode(self, request: Request) -> tuple[UsedRows, ...]:
-        """Give a request its rows; return them, or as many as there are if it was cancelled."""
-        lent, used = list[torch.Tensor](), list[UsedRows]()
+    def _encode(self, request: Request, used: list[tuple[RowsKey, Rows]]) -> None:
+        """Give a request its rows, unless it is cancelled, and add them to `used`."""
+        lent = list[torch.Tensor]()
         changes: TowerChanges | None = None
         has_changes = False
         for item in request.media:
             if request.id not in self._pending:
-                return tuple(used)
+                return
             key = self._key(request, item)
-            if (found := self._lend(key, self.kept.find(key))) is not None:
+            if (found := self._found(key)) is not None:
                 self.num_found += 1
-                used.append(UsedRows(key, found, None))
-                lent.append(found)
-                continue
-            maker = self._maker_now()
-            if not has_changes and request.media_scope and request.bound is not None:
-                changes, has_changes = maker.changes(request.bound), True
-            own = sum(each.nbytes for each in lent)
-            self._wait_for_room(request, own)
-            began = time.perf_counter()
-            if (rows := self._rows(maker, request, item, changes, own)) is None:
-                return tuple(used)
-            used.append(UsedRows(key, rows, time.perf_counter() - began))
-            found = self._lend(key, rows)
-            assert found is not None, "there are rows"
-            lent.append(found)
+            else:
+                maker = self._maker_now()
+                if not has_changes and request.media_scope and request.bound is not None:
+                    changes, has_changes = maker.changes(request.bound), True
+                own = sum(each.nbytes for each in lent)
+                self._wait_for_room(request, own)
+                if (found := self._rows(maker, request, item, changes, own)) is None:
+                    return
+            lent.append(self._lend(key, found))
+            used.append((key, found))
         request.media_rows[:] = lent
-        return tuple(used)
 
     def _key(self, request: Request, item: MediaItem) -> RowsKey:
         tenant = "" if self._share else request.tenant
@@ -229,35 +218,45 @@ class ImageEncoder:
 
     def _rows(
         self, maker: RowMaker, request: Request, item: MediaItem, changes: TowerChanges | None, own_bytes: int
-    ) -> torch.Tensor | None:
+    ) -> Rows | None:
         """An image's rows; None if the request was cancelled. own_bytes: of the request's other rows."""
+        began = time.perf_counter()
         prepared = maker.prepare(item)
         if prepared.digest != item.digest:
             raise RuntimeError("the image was prepared otherwise where the request came in; run equal versions")
         pixels = sum(each.nbytes for each in prepared.tensors.values() if isinstance(each, torch.Tensor))
         number = self._count(pixels)
+        seconds = time.perf_counter() - began
         try:
             self._wait_for_room(request, own_bytes + pixels)
             if request.id not in self._pending:
                 return None
+            began = time.perf_counter()
             rows = maker.encode(prepared, changes)
+            seconds += time.perf_counter() - began
         finally:
             del self._live[number]
         if len(rows) != item.num_rows:
             raise RuntimeError(f"the tower gives {len(rows)} rows, the prompt has {item.num_rows} places")
         self.num_encoded += 1
-        return rows.clone()
+        return Rows(rows.clone(), seconds)
 
-    def _lend(self, key: RowsKey, rows: torch.Tensor | None) -> torch.Tensor | None:
-        """What requests hold of rows: a view, whose bytes count as long as one of them has it. None if there are none.
+    def _found(self, key: RowsKey) -> Rows | None:
+        """Rows that are kept, or that requests hold."""
+        if (kept := self.kept.find(key)) is not None or (lent := self._lent.get(key)) is None:
+            return kept
+        return Rows(lent.view_as(lent), self._lent_seconds[key])
 
-        rows: None: requests may hold them yet.
-        """
-        if (lent := self._lent.get(key)) is None and rows is not None:
-            lent = rows.view_as(rows)
-            weakref.finalize(lent, self._live.pop, self._count(lent.nbytes), None)
-            self._lent[key] = lent
+    def _lend(self, key: RowsKey, rows: Rows) -> torch.Tensor:
+        """What requests hold of rows: one view for all, whose bytes count as long as one of them has it."""
+        if (lent := self._lent.get(key)) is None:
+            lent = rows.values.view_as(rows.values)
+            weakref.finalize(lent, self._given_back, key, self._count(lent.nbytes))
+            self._lent[key], self._lent_seconds[key] = lent, rows.seconds
         return lent
+
+    def _given_back(self, key: RowsKey, number: int) -> None:
+        del self._live[number], self._lent_seconds[key]
 
     def _count(self, size: int) -> int:
         """Count bytes that something holds; return what they are counted under."""

@@ -6,8 +6,7 @@ Tests: tests/core/media/test_kept_rows.py
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -18,15 +17,15 @@ RowsKey = tuple[str, str, str, str]
 """A tenant scope, a salt, an item's digest, and the adapter's part in the tower; the tower is one per encoder."""
 
 
-@dataclass(slots=True)
-class _Kept:
-    rows: torch.Tensor
+class Rows(NamedTuple):
+    """An image's rows. seconds: that encoding them took."""
+
+    values: torch.Tensor
     seconds: float
-    uses: int = 1
 
 
 class KeptRows:
-    """Rows that no request needs to hold. They compete with adapters' images and pages for host memory, by the seconds
+    """Rows that no request has to hold. They compete with adapters' images and pages for host memory, by the seconds
     that they save; of those that have to go for the sake of `most_bytes`, the least recently used one is first.
 
     `find` may be called by any thread, all else by the engine's.
@@ -37,7 +36,7 @@ class KeptRows:
         everybody's adapters.
         """
         self._most_bytes, self._budget = most_bytes, budget
-        self._kept: dict[RowsKey, _Kept] = {}  # the least recently used ones first
+        self._kept: dict[RowsKey, tuple[Rows, int]] = {}  # with their uses; the least recently used ones first
         self._num_bytes = 0
         budget.join(self)
 
@@ -45,23 +44,22 @@ class KeptRows:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def find(self, key: RowsKey) -> torch.Tensor | None:
+    def find(self, key: RowsKey) -> Rows | None:
         """Rows that are kept."""
         kept = self._kept.get(key)
-        return None if kept is None else kept.rows
+        return None if kept is None else kept[0]
 
-    def note_use(self, key: RowsKey, rows: torch.Tensor, seconds: float | None) -> None:
-        """Keep rows that a request has got, if there is room. seconds: that they took; None: they were there."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            kept.uses += 1
-        elif seconds is None or not self._make_room(key, rows.nbytes, seconds):
-            return
+    def note_use(self, key: RowsKey, rows: Rows) -> None:
+        """Keep rows that a request has got, if there is room."""
+        uses, num_bytes = 1, rows.values.nbytes
+        if (kept := self._kept.pop(key, None)) is not None:
+            rows, uses = kept[0], kept[1] + 1
+        elif self._make_room(key, num_bytes, rows.seconds):
+            self._num_bytes += num_bytes
         else:
-            kept = _Kept(rows, seconds)
-            self._num_bytes += rows.nbytes
-        self._kept[key] = kept
-        self._budget.offer(self, key, rows.nbytes, kept.seconds, kept.uses)
+            return
+        self._kept[key] = rows, uses
+        self._budget.offer(self, key, num_bytes, rows.seconds, uses)
 
     def _make_room(self, key: RowsKey, num_bytes: int, seconds: float) -> bool:
         if num_bytes > self._most_bytes:
@@ -76,5 +74,5 @@ class KeptRows:
         return True
 
     def drop(self, item: Hashable) -> None:
-        gone = self._kept.pop(item)  # pyright: ignore[reportArgumentType]
-        self._num_bytes -= gone.rows.nbytes
+        rows, _ = self._kept.pop(item)  # pyright: ignore[reportArgumentType]
+        self._num_bytes -= rows.values.nbytes

@@ -164,10 +164,12 @@ def _connect(options: Mapping[str, Any], attempts: int) -> None:
         try:
             ray.init(**options, logging_level=logging.WARNING)
             return
-        except Exception as error:
-            ray.shutdown()
-            if not left or "timed out" not in str(error):
+        except Exception as error:  # Ray has no class for a node that is late
+            if "timed out" not in str(error):
                 raise
+            ray.shutdown()
+            if not left:
+                raise TimeoutError(str(error)) from None
             log.warning("Ray did not start in time, and is started once more: %s", error)
 
 
@@ -193,7 +195,7 @@ class RayLauncher:
         try:
             with _own_signals():
                 _connect(options, 2 if self._is_local else 1)
-        except Exception as error:  # Ray has no class for a node that is late
+        except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
             raise LaunchError(f"no Ray cluster at {plan.ray}: {error}") from None
         self._nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
 

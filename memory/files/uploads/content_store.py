@@ -245,15 +245,22 @@ class StagedUpload:
         with self._busy:
             self._write(name, data)
 
-    def copy_beside(self, name: str, source: FileIO) -> None:
+    def copy_beside(self, name: str, source: FileIO) -> Callable[[], None]:
         """Have a file be a copy of one that nobody changes any more; it can be read at once, see `FileCopy`. name: of a
-        file that is `known_later`. Raises as `write`, and ValueError if that file was closed before.
+        file that is `known_later`, and new. Returns what copies it, to be called on another thread.
+
+        Raises as `write`, and ValueError if that file was closed before.
         """
         with self._busy:
+            if name in self.names or name not in self._known_later:
+                raise ValueError(f"{name} is written already, or hashed as it is written")
             self._reserve(os.fstat(source.fileno()).st_size)
             self._copies[name] = copy = FileCopy(self._path / name, source)
-            if is_shared_memory(self._path):  # where links are not followed
+            if is_shared_memory(self._path) or not copy.link():  # where links are not followed
+                copy.run()
                 copy.finish()
+                return _nothing
+            return copy.run
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
         file, digest = self._file(name, len(data))
@@ -320,6 +327,9 @@ class StagedUpload:
         file.flush()
         os.fsync(file.fileno())
         return hashes[name] if digest is None else digest.hexdigest()
+
+
+def _nothing() -> None: ...
 
 
 def _sync(directory: Path) -> None:

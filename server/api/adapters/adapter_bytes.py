@@ -212,6 +212,8 @@ async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | No
         )
         raise ApiError(400, message, param=WEIGHTS, code="no_descriptor") from None
     with file:
+        if upload.has_begun and WEIGHTS_FILE in upload.names:
+            raise ApiError(400, f"{WEIGHTS}: it is given twice; give it once", param=WEIGHTS)
         try:
             check_sealed(file.fileno())
         except Unsealed as error:

@@ -64,8 +64,9 @@ class AdapterUpload:
         await self._wait_for(self._loads.on_uploads(write))
 
     async def copy_beside(self, name: str, source: FileIO) -> None:
-        """Have a file be a copy of another one: see `StagedUpload.copy_beside`."""
-        await self._wait_for(self._loads.on_uploads(self._draft.copy_beside, name, source))
+        """Have a file be a copy of another one: see `StagedUpload.copy_beside`. Raises PoolFull."""
+        copy = await self._wait_for(self._loads.on_uploads(self._draft.copy_beside, name, source))
+        self._loads.on_uploads(copy)
 
     @property
     def source(self) -> LoadSource:

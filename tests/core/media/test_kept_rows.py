@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from chorus.core.media.kept_rows import KeptRows, RowsKey
+from chorus.core.media.kept_rows import KeptRows, Rows, RowsKey
 from chorus.memory.host.budget import HostBudget
 
 
@@ -14,8 +14,8 @@ def key(name: str) -> RowsKey:
     return "", "", name, ""
 
 
-def rows(num_bytes: int = 32) -> torch.Tensor:
-    return torch.zeros(num_bytes // 4)
+def rows(num_bytes: int = 32, seconds: float = 1.0) -> Rows:
+    return Rows(torch.zeros(num_bytes // 4), seconds)
 
 
 class Others:
@@ -42,13 +42,13 @@ def test_the_least_recently_used_rows_leave_for_others() -> None:
     budget = HostBudget(1 << 20)
     kept = KeptRows(64, budget)
     first = rows()
-    kept.note_use(key("a"), first, 1.0)
-    kept.note_use(key("b"), rows(), 9.0)
-    kept.note_use(key("a"), first, None)
-    kept.note_use(key("c"), rows(), 1.0)
+    kept.note_use(key("a"), first)
+    kept.note_use(key("b"), rows(seconds=9.0))
+    kept.note_use(key("a"), first)
+    kept.note_use(key("c"), rows(seconds=1.0))
     assert kept.find(key("a")) is first and kept.find(key("b")) is None and kept.find(key("c")) is not None
     assert kept.num_bytes == budget.num_bytes == 64
-    kept.note_use(key("large"), rows(68), 1.0)
+    kept.note_use(key("large"), rows(68, seconds=1.0))
     assert kept.find(key("large")) is None and kept.num_bytes == 64
 
 
@@ -56,14 +56,14 @@ def test_rows_compete_with_other_items_by_seconds_for_a_byte() -> None:
     budget = HostBudget(128)
     cheap = Others(budget, 4, 32, cost=0.001)
     kept = KeptRows(1 << 20, budget)
-    kept.note_use(key("a"), rows(), 1.0)
+    kept.note_use(key("a"), rows(seconds=1.0))
     assert kept.num_bytes == 32 and cheap.num_bytes == 96
     budget.make_room(96)
     assert kept.num_bytes == 32 and cheap.num_bytes == 0
     budget = HostBudget(128)
     dear = Others(budget, 4, 32, cost=9.0)
     kept = KeptRows(1 << 20, budget)
-    kept.note_use(key("a"), rows(), 1.0)
+    kept.note_use(key("a"), rows(seconds=1.0))
     assert kept.num_bytes == 0 and dear.num_bytes == 128
 
 
@@ -72,7 +72,7 @@ def test_a_flood_of_rows_leaves_others_most_of_the_memory() -> None:
     adapters = Others(budget, 16, 64, cost=0.001)
     kept = KeptRows(128, budget)
     for number in range(100):
-        kept.note_use(key(f"{number}"), rows(), 1.0)
+        kept.note_use(key(f"{number}"), rows(seconds=1.0))
     assert kept.num_bytes == 128 and adapters.num_bytes == 1024 - 128
 
 
@@ -80,16 +80,19 @@ def test_used_rows_outlive_others() -> None:
     budget = HostBudget(64)
     kept = KeptRows(1 << 20, budget)
     used = rows()
-    kept.note_use(key("used"), used, 1.0)
-    kept.note_use(key("once"), rows(), 1.0)
+    kept.note_use(key("used"), used)
+    kept.note_use(key("once"), rows(seconds=1.0))
     for _ in range(3):
-        kept.note_use(key("used"), used, None)
+        kept.note_use(key("used"), used)
     budget.make_room(32)
     assert kept.find(key("used")) is used and kept.find(key("once")) is None
 
 
-def test_rows_that_are_not_kept_are_not_counted_by_their_next_use() -> None:
-    kept = KeptRows(64, HostBudget(0))
-    kept.note_use(key("a"), rows(), 1.0)
-    kept.note_use(key("a"), rows(), None)
+def test_rows_that_were_not_kept_are_kept_once_there_is_room() -> None:
+    budget = HostBudget(64)
+    kept, full = KeptRows(64, budget), Others(budget, 1, 64, cost=99.0)
+    kept.note_use(key("a"), rows())
     assert kept.num_bytes == 0 and kept.find(key("a")) is None
+    budget.make_room(64)
+    kept.note_use(key("a"), rows())
+    assert kept.num_bytes == 32 and full.num_bytes == 0

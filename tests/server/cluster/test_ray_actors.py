@@ -31,14 +31,15 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch, tmp_path):
 class SlowRay(ModuleType):
     """Ray on a busy machine: its first node is late so many times."""
 
-    def __init__(self, late, error="The current node timed out during startup."):
+    def __init__(self, late, error=None):
         super().__init__("ray")
-        self.late, self.error, self.asked = late, error, 0
+        self.late, self.asked = late, 0
+        self.error = error or Exception("The current node timed out during startup.")
 
     def init(self, **options):
         self.asked += 1
         if self.asked <= self.late:
-            raise Exception(self.error)
+            raise self.error
 
     def shutdown(self):
         pass
@@ -56,7 +57,7 @@ def test_ray_that_starts_late_is_started_once_more(monkeypatch, tmp_path):
 
     late = SlowRay(1)
     assert launched(late).threads(1) == 2 and late.asked == 2
-    for ray, asked in ((SlowRay(2), 2), (SlowRay(9, "there is no room for an object store"), 1)):
+    for ray, asked in ((SlowRay(2), 2), (SlowRay(9, ValueError("there is no room for an object store")), 1)):
         with pytest.raises(LaunchError, match=f"no Ray cluster at local: {ray.error}"):
             launched(ray)
         assert ray.asked == asked

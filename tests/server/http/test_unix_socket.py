@@ -1,5 +1,6 @@
 """A Unix socket beside the port, and adapters that come over it as descriptors of sealed memory files."""
 
+import base64
 import fcntl
 import json
 import os
@@ -45,7 +46,7 @@ def memory_file(data=b"weights", seals=ALL):
 
 def asked(path, body=None, fds=(), route="/v1/load_lora_adapter"):
     """Status and body of a request over a Unix socket."""
-    data = b"" if body is None else json.dumps(body).encode()
+    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     method = "GET" if body is None else "POST"
     head = (
         f"{method} {route} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -195,6 +196,11 @@ def test_descriptors_that_are_not_taken_change_nothing(live, reference, place, t
     assert refused([memory_file(weights)], adapter_model={"descriptor": -1}) is None
     assert refused([memory_file(weights[:-8])]) == "invalid_adapter"
     assert refused([memory_file(bytes(2 << 20))], 413) is None
+    twice = b'{"adapter_model": "%b", %b' % (base64.b64encode(weights), json.dumps(body_of(path)).encode()[1:])
+    fd = memory_file(weights)
+    status, text = asked(place, twice, [fd])
+    os.close(fd)
+    assert status == 400 and "adapter_model: it is given twice; give it once" in text
     over_tcp = live.client.post("/v1/load_lora_adapter", json=body_of(path))
     assert over_tcp.status_code == 400 and over_tcp.json()["error"]["code"] == "no_descriptor"
     assert live.client.get(f"/v1/adapters/{NAME}").status_code == 404

@@ -1,6 +1,7 @@
 """Adapters that came as bytes: a directory is whole or not there, and goes once nothing uses it."""
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -49,18 +50,20 @@ def test_a_file_is_copied_while_it_is_read_and_counts_as_if_it_were_there(store,
     (tmp_path / "given").write_bytes(bytes(range(80)))
     with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[WEIGHTS]) as draft:
         draft.write("adapter_config.json", b"{}")
-        draft.copy_beside(WEIGHTS, given)
+        copy = draft.copy_beside(WEIGHTS, given)
         given.close()
+        assert (draft.directory() / WEIGHTS).is_symlink()
         assert (draft.directory() / WEIGHTS).read_bytes() == bytes(range(80))
         assert draft.num_bytes == 82 and set(draft.names) == {"adapter_config.json", WEIGHTS}
         assert draft.copied(WEIGHTS) is None
+        copy()
         path = draft.seal({WEIGHTS: "of the weights"})
         assert not (path / WEIGHTS).is_symlink() and (path / WEIGHTS).read_bytes() == bytes(range(80))
         assert draft.copied(WEIGHTS).inode == (tmp_path / "given").stat().st_ino
     assert sorted(each.name for each in path.iterdir()) == ["adapter_config.json", WEIGHTS]
     with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[WEIGHTS]) as draft:
         draft.write("adapter_config.json", b"{}")
-        draft.copy_beside(WEIGHTS, given)
+        draft.copy_beside(WEIGHTS, given)()
         assert draft.seal({WEIGHTS: "of the weights"}) == path
         assert draft.copied(WEIGHTS) is None, "another one lay there"
     assert list(store.root.iterdir()) == [path]
@@ -69,18 +72,33 @@ def test_a_file_is_copied_while_it_is_read_and_counts_as_if_it_were_there(store,
 def test_a_copy_that_is_too_large_or_not_sealed_leaves_nothing(store, tmp_path):
     for size in (101, 90):
         (tmp_path / "given").write_bytes(bytes(size))
-        with (tmp_path / "given").open("rb", buffering=0) as given, suppress(TooLarge), store.draft() as draft:
+        with (
+            (tmp_path / "given").open("rb", buffering=0) as given,
+            suppress(TooLarge),
+            store.draft(known_later=[WEIGHTS]) as draft,
+        ):
             draft.copy_beside(WEIGHTS, given)
             assert size == 90
     assert list(store.root.iterdir()) == [] and store.num_bytes == 0
     with store.draft(known_later=[WEIGHTS]) as draft, pytest.raises(ValueError, match="closed"):
         draft.copy_beside(WEIGHTS, given)
+    with store.draft(known_later=[WEIGHTS]) as draft:
+        draft.write(WEIGHTS, b"a")
+        for name in (WEIGHTS, "adapter_config.json"):
+            with pytest.raises(ValueError, match=f"{name} is written already, or hashed"):
+                draft.copy_beside(name, given)
     assert list(store.root.iterdir()) == []
 
 
-def test_no_link_is_left_in_shared_memory(tmp_path, monkeypatch):
-    """Where links are not followed: the file is there at once."""
-    monkeypatch.setattr(content_store, "is_shared_memory", lambda path: True)
+@pytest.mark.parametrize("why", ["shared memory", "no links"])
+def test_the_file_is_there_at_once_where_links_are_not_followed(tmp_path, monkeypatch, why):
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    if why == "no links":
+        monkeypatch.setattr(Path, "symlink_to", refused)
+    else:
+        monkeypatch.setattr(content_store, "is_shared_memory", lambda path: True)
     store = ContentStore(tmp_path / "uploads", 100, 250)
     (tmp_path / "given").write_bytes(b"weights")
     with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[WEIGHTS]) as draft:

@@ -21,22 +21,22 @@ def number_of_descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_it_is_read_before_it_is_whole(given, tmp_path, monkeypatch):
-    may_go, send = threading.Event(), os.sendfile
-    monkeypatch.setattr(file_copy.os, "sendfile", lambda *each: may_go.wait(60) and send(*each))
+def test_it_is_read_before_it_is_whole(given, tmp_path):
     before, path, content = number_of_descriptors(), tmp_path / "copy", (tmp_path / "given").read_bytes()
     copy = FileCopy(path, given)
-    assert path.is_symlink() and path.read_bytes() == content and not copy.is_finished
+    assert copy.link() and path.is_symlink() and path.read_bytes() == content
     assert (copy.num_bytes, copy.identity.inode) == (100_000, os.fstat(given.fileno()).st_ino)
-    may_go.set()
+    copying = threading.Timer(0.05, copy.run)
+    copying.start()
     copy.finish()
     assert not path.is_symlink() and path.read_bytes() == content and copy.is_finished
     copy.close()
+    copying.join()
     assert number_of_descriptors() == before and sorted(os.listdir(tmp_path)) == ["copy", "given"]
 
 
 def test_it_is_given_up(given, tmp_path, monkeypatch):
-    """The copy ends within a piece of it, and nothing is left open."""
+    """The copy ends within a piece of it, and nothing is left open, nor a link whose number may become another file."""
     monkeypatch.setattr(file_copy, "_PIECE", 1)
     send, began = os.sendfile, threading.Event()
 
@@ -48,26 +48,50 @@ def test_it_is_given_up(given, tmp_path, monkeypatch):
     monkeypatch.setattr(file_copy.os, "sendfile", slowly)
     before = number_of_descriptors()
     copy = FileCopy(tmp_path / "copy", given)
+    assert copy.link()
+    copying = threading.Thread(target=copy.run)
+    copying.start()
     assert began.wait(60)
     copy.close()
-    assert number_of_descriptors() == before and not copy.is_finished
+    copying.join()
+    with pytest.raises(OSError, match="given up"):
+        copy.finish()
+    assert number_of_descriptors() == before and not copy.is_finished and not (tmp_path / "copy").is_symlink()
 
 
-def test_a_full_disk_is_told_when_the_copy_is_needed(given, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+def test_one_that_never_began_is_given_up(given, tmp_path):
+    before, copy = number_of_descriptors(), FileCopy(tmp_path / "copy", given)
+    copy.link()
+    copy.close()
+    copy.run()
+    with pytest.raises(OSError, match="given up"):
+        copy.finish()
+    assert number_of_descriptors() == before and os.listdir(tmp_path) == ["given"]
 
-    monkeypatch.setattr(file_copy.os, "sendfile", full)
+
+def fails(error):
+    def send(*_):
+        if error is None:
+            return 0
+        raise error
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), "No space left"),
+        (None, "ends after 0 bytes"),
+        (ValueError("anything"), "anything"),
+    ],
+)
+def test_what_the_copy_met_is_told_when_it_is_needed(given, tmp_path, monkeypatch, error, told):
+    monkeypatch.setattr(file_copy.os, "sendfile", fails(error))
     copy = FileCopy(tmp_path / "copy", given)
-    with pytest.raises(OSError, match="No space left"):
+    copy.link()
+    copy.run()
+    with pytest.raises(type(error or OSError()), match=told):
         copy.finish()
     copy.close()
-    assert sorted(os.listdir(tmp_path)) == ["copy", "given"] and (tmp_path / "copy").is_symlink()
-
-
-def test_a_source_that_ends_early_is_told(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_copy.os, "sendfile", lambda *_: 0)
-    copy = FileCopy(tmp_path / "copy", given)
-    with pytest.raises(OSError, match="ends after 0 bytes"):
-        copy.finish()
-    copy.close()
+    assert not (tmp_path / "copy").exists()
