@@ -219,7 +219,7 @@ def _dots_3(rng: random.Random) -> Fields:
 
 def _minimax_3(rng: random.Random) -> Fields:
     found, own, head_dim = _grouped(rng), _experts(rng), rng.choice((12, 16, 24, 32))
-    count = found["num_hidden_layers"]
+    count, top = found["num_hidden_layers"], rng.choice((1, 2, 3, 5))
     return {
         **found,
         "head_dim": head_dim,
@@ -236,8 +236,8 @@ def _minimax_3(rng: random.Random) -> Fields:
         "index_n_heads": found["num_key_value_heads"],
         "index_head_dim": rng.choice((16, 18, 24)),
         "index_block_size": rng.choice((1, 3, 4, 8, 16)),
-        "index_topk_blocks": rng.choice((1, 2, 3, 5)),
-        "index_local_blocks": rng.choice((0, 1, 1, 2)),
+        "index_topk_blocks": top,
+        "index_local_blocks": min(top, rng.choice((0, 1, 1, 2))),
         "initializer_range": 0.1,
     }
 

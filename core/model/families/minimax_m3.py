@@ -88,7 +88,9 @@ def _sparse(fields: ConfigJson, full: AttentionSpec) -> AttentionSpec:
     if size < full.rope.dim:
         raise fields.refuse("index_head_dim", f"{full.rope.dim} of its elements rotate")
     block, top = fields.integer("index_block_size"), fields.integer("index_topk_blocks")
-    index = BlockIndexerSpec(heads, size, full.rope, block, top, fields.integer("index_local_blocks", least=0))
+    if (local := fields.integer("index_local_blocks", least=0)) > top:
+        raise fields.refuse("index_local_blocks", f"index_topk_blocks is {top}; any of so many would be chosen")
+    index = BlockIndexerSpec(heads, size, full.rope, block, top, local)
     return replace(full, block_indexer=index, top_k=index.top_k)
 
 

@@ -130,6 +130,7 @@ def test_published_names_are_the_same_weights(model):
     [
         ({"index_n_heads": 4}, "index_n_heads is 4: each of num_key_value_heads, 2, needs one"),
         ({"index_head_dim": 6}, "index_head_dim is 6: 8 of its elements rotate"),
+        ({"index_local_blocks": 4}, "index_local_blocks is 4: index_topk_blocks is 3; any of so many would be chosen"),
         ({"index_topk_blocks": 0}, "index_topk_blocks is 0: a whole number of at least 1 is needed"),
         ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention is not supported; supported: full_attention"),
         ({"layer_types": ["full_attention"]}, "1 types for num_hidden_layers, 3"),
