@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from . import attention
-from .attention import PagedAttention, Prefill, Scores
+from .attention import HeadTerms, PagedAttention, Prefill, Scores, attend_by_scores, weights_of
 from .indexer import chosen_places, seen_and_chosen
 from .latents import LatentHeads
 
@@ -48,6 +48,7 @@ class LatentAttention(PagedAttention):
         out: torch.Tensor,
         scores: Scores,
         chosen: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         scale, top_k = self._head_dim**-0.5 if scores.scale is None else scores.scale, scores.top_k
         for prefill in self._prefills:
@@ -59,7 +60,7 @@ class LatentAttention(PagedAttention):
             found, seen = out[prefill.tokens], None
             if chosen is not None and top_k is not None and prefill.kv_len > top_k:
                 seen = seen_and_chosen(prefill.visible, chosen[prefill.tokens, :top_k])
-            attend(own, kept, prefill, heads, scale, found, seen)
+            attend(own, kept, prefill, heads, scale, found, seen, sinks)
             if broken is not None:
                 seen = self._who_sees(broken, found.transpose(0, 1)[None].shape, None)
                 found.masked_fill_(seen[0].transpose(0, 1), torch.nan)
@@ -70,7 +71,7 @@ class LatentAttention(PagedAttention):
             else:
                 kept = self._gather_decode(cache, q.dtype).view(count, -1, cache.shape[-1])
             rows = heads.absorb(q[first:], first)[:, :, None]
-            found = _over_latents(rows, kept, heads.kv_rank, seen, scale)
+            found = _over_latents(rows, kept, heads.kv_rank, seen, scale, sinks)
             heads.expand(found[:, :, 0], out[first:], first)
 
     @property
@@ -98,14 +99,15 @@ class LatentAttention(PagedAttention):
         scale: float,
         out: torch.Tensor,
         seen: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Write a chunk's values `[tokens, heads, value]`. kept: `[1, 1, latents, kv_rank + rotated]`. seen: what its
-        tokens attend to, where that is not all that they see.
+        tokens attend to, where that is not all that they see. sinks: see `Attention.run`.
         """
         first = prefill.tokens.start
         rows = heads.absorb(q, first).transpose(0, 1)[None]
         seen = prefill.visible if seen is None else seen
-        found = _over_latents(rows, kept[0], heads.kv_rank, seen[None], scale)
+        found = _over_latents(rows, kept[0], heads.kv_rank, seen[None], scale, sinks)
         heads.expand(found[0].transpose(0, 1), out, first)
 
     @staticmethod
@@ -117,6 +119,7 @@ class LatentAttention(PagedAttention):
         scale: float,
         out: torch.Tensor,
         seen: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Write the values of a chunk of many tokens; see `_absorbed`."""
         latents, key = kept[0, 0].split((heads.kv_rank, heads.rotated_dim), 1)
@@ -124,6 +127,12 @@ class LatentAttention(PagedAttention):
         mask = prefill.mask(attention.PLAIN) if seen is None else seen
         for own, keys, values in heads.made(latents.contiguous(), prefill.tokens.start):
             keys = torch.cat((keys, key.expand(len(keys), -1, -1)), dim=2)
+            if sinks is not None:
+                rows, terms = q[:, own].transpose(0, 1), HeadTerms(sinks[own])
+                visible = prefill.visible if seen is None else seen
+                found = attend_by_scores(rows[None], keys[None], values[None], visible, Scores(scale), terms, None)
+                out[:, own] = found[0].transpose(0, 1)
+                continue
             # kernels that make no scores want heads of one width
             padded = (pad(each, (0, width - each.shape[-1])) for each in (q[:, own].transpose(0, 1), keys, values))
             rows, keys, values = (each[None] for each in padded)
@@ -134,17 +143,22 @@ class LatentAttention(PagedAttention):
 
 
 def _over_latents(
-    q: torch.Tensor, kept: torch.Tensor, kv_rank: int, visible: torch.Tensor, scale: float
+    q: torch.Tensor,
+    kept: torch.Tensor,
+    kv_rank: int,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q: `[rows, heads, tokens, kv_rank + rotated]`; kept: `[rows, latents, …]`; visible: `[rows, tokens, latents]`, or
-    of one token for all. Returns `[rows, heads, tokens, kv_rank]`.
+    of one token for all; sinks: `[heads]`. Returns `[rows, heads, tokens, kv_rank]`.
     """
     rows, heads, tokens, _ = q.shape
     most = max(1, attention.MOST_SCORES // (rows * heads * kept.shape[1]))
     if tokens > most:
         parts = zip(q.split(most, dim=2), visible.split(most, dim=1), strict=True)
-        return torch.cat([_over_latents(own, kept, kv_rank, seen, scale) for own, seen in parts], dim=2)
+        return torch.cat([_over_latents(own, kept, kv_rank, seen, scale, sinks) for own, seen in parts], dim=2)
     # the queries of all heads are rows of one product
     scores = (q.reshape(rows, heads * tokens, -1) @ kept.transpose(1, 2)).view(rows, heads, tokens, -1) * scale
-    weights = scores.masked_fill_(~visible[:, None], -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights = weights_of(scores.masked_fill_(~visible[:, None], -torch.inf), sinks).to(q.dtype)
     return (weights.view(rows, heads * tokens, -1) @ kept[..., :kv_rank]).view(rows, heads, tokens, -1)

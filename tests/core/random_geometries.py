@@ -181,6 +181,21 @@ def _glm_5(rng: random.Random) -> Fields:
     }
 
 
+def _hy_v4(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    count = found["num_hidden_layers"] = rng.randint(1, 4)
+    return {
+        **found,
+        "indexer_types": rng.choice((None, ["full", *_types(rng, count - 1, ("full", "shared"))])),
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "hc_mult": rng.randint(1, 5),
+        "hc_magnitude": rng.choice((0.7, 2.0)),
+        "hc_eps": rng.choice((1e-6, 0.05)),
+        "swiglu_limit": rng.choice((0.3, 1.0, 10.0)),
+        "rms_norm_eps": rng.choice((1e-5, 0.01)),
+    }
+
+
 def _lara(rng: random.Random) -> Fields:
     found = {**_grouped(rng), **_experts(rng)}
     count = found["num_hidden_layers"] = rng.randint(2, 4)
@@ -397,6 +412,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "mistral-4": _latent,
     "deepseek-v3.2": _indexer,
     "glm-5": _glm_5,
+    "hy-v4": _hy_v4,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
     "mamba-1": _mamba_1,

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.families import FAMILIES
+from chorus.core.model.families.hy_v4 import HY_V4
 from chorus.core.model.families.mimo import MIMO_V2_FLASH
 from chorus.core.model.families.nemotron_h import NEMOTRON_H
 from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -22,7 +23,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
 from .model.checkpoints.quantization.twins import weights
-from .tiny_families import LATENT, YARN
+from .tiny_families import INDEXER, LATENT, YARN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -290,6 +291,13 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                              "mrope_section": [2, 2, 2, 2]}},
         {"patch_size": 8, "max_image_size": 64, "out_hidden_size": 64, **TOWER},
     ),
+    "HYV4VLForConditionalGeneration": (
+        "HYV4VLConfig",
+        {**LATENT, **INDEXER, "rope_parameters": {"rope_theta": 500.0, "mrope_section": [2, 1, 1]},
+         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "hc_mult": 3,
+         "swiglu_limit": 0.5, "indexer_types": ["full", "full", "shared"], "rms_norm_eps": 0.02, "pad_token_id": 0},
+        {"patch_size": 8, "max_image_size": 64, "out_hidden_size": 64, **TOWER},
+    ),
     "Emu3ForConditionalGeneration": ("Emu3Config", {"pad_token_id": 0}, {}),
     "AriaForConditionalGeneration": (
         "AriaConfig",
@@ -418,7 +426,7 @@ ELSEWHERE = {"Gemma3nForConditionalGeneration", "PaliGemmaForConditionalGenerati
 
 
 #: Families that leave out draft layers, and no tower.
-DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH)
+DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH, HY_V4)
 
 
 def test_every_architecture_is_covered():

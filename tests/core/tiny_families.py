@@ -777,6 +777,21 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "indexer_types": ["full", "shared", "full", "full", "shared"]},
         "50GB",
     ),
+    "hy-v4": (
+        "HYV4Config",
+        {**LATENT, **INDEXER, "v_head_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_hidden_layers": 4, "index_head_dim": 24, "hc_mult": 3, "hc_magnitude": 1.5,
+         "swiglu_limit": 0.6, "pad_token_id": 0, "indexer_types": ["full", "shared", "full", "shared"],
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "50GB",
+    ),
+    "hy-v4-biased": (
+        "HYV4Config",
+        {**LATENT, **INDEXER, "index_topk": 25, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+         "topk_group": 1, "moe_intermediate_size": 24, "hc_mult": 4, "swiglu_limit": 1.5, "attention_bias": True,
+         "tie_word_embeddings": True, "mlp_layer_types": ["sparse", "dense"], "pad_token_id": 0},
+        "20KB",
+    ),
     "afmoe": (
         "AfmoeConfig",
         {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
@@ -1179,7 +1194,7 @@ class TopKMargins(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.topk and (count := args[1]) < args[0].shape[-1]:
             best = args[0].topk(count + 1, dim=-1).values
-            led = (best[..., -2] - best[..., -1])[best[..., -1].isfinite()]
+            led = (best[..., -2] - best[..., -1])[best[..., -1] > torch.finfo(best.dtype).min]
             self._margins += led.flatten().tolist()
         return func(*args, **(kwargs or {}))
 
@@ -1315,6 +1330,10 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(24, 72)
             elif "norm" in name or ".ln_" in name or name.endswith("correct_output_scale"):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith(("hc.scale", "hc_scale")):
+                parameter.uniform_(0.1, 0.5)
+            elif name.endswith(("hc.base", "hc_base")):
+                parameter.normal_(0, 0.7)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
             elif name.endswith("_gate_weight"):

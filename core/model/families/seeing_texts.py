@@ -25,6 +25,7 @@ from . import (
     cosmos,
     granite,
     hunyuan,
+    hy_v4,
     hyperclova,
     llama,
     nemotron_h,
@@ -140,6 +141,7 @@ _TEXTS: Mapping[str, Family] = MappingProxyType(
         "emu3_text_model": llama.EMU_3_TEXT,
         "cosmos3_edge_text": cosmos.EDGE_TEXT,
         "hunyuan_vl_text": hunyuan.HUNYUAN_VL_TEXT,
+        "hy_v4_vl_text": hy_v4.HY_V4_TEXT,
         "aria_text": aria.ARIA_TEXT,
         "molmo2_text": _MOLMO_2_TEXT,
         "apertus1p5_text": apertus.APERTUS_1_5_TEXT,
@@ -212,6 +214,12 @@ HUNYUAN_VL = _family(
     "hunyuan_vl_text",
     Around(prefixes=("model.",), left_out=("vit.", "model.vit.")),
     tied=True,
+)
+HY_V4_VL = _family(
+    "Hunyuan 4 VL",
+    "HYV4VLForConditionalGeneration",
+    "hy_v4_vl_text",
+    Around(prefixes=("model.",), left_out=("vit.", "model.vit.")),
 )
 EMU_3 = _family(
     "Emu 3",

@@ -22,7 +22,7 @@ from ....ops.library.native_program import NativeOp
 from ..moe.experts import what_native_lacks
 from ..native_names import native_activation, native_norm
 from ..specs.attention import HeadNorm, OutputGate
-from ..specs.feed_forward import Activation
+from ..specs.feed_forward import UngatedActivation
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
@@ -160,7 +160,8 @@ class _Lowering:
             return op.columns(width)
         if isinstance(op, SubtractHeads):
             return width // 2
-        return width // 2 if isinstance(op, Activate) and isinstance(op.activation, Activation) else width
+        has_gates = isinstance(op, Activate) and not isinstance(op.activation, UngatedActivation)
+        return width // 2 if has_gates else width
 
     def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
         """What an op of rows reads: the value in float32, the first column and their number."""
@@ -384,6 +385,10 @@ class _Lowering:
         attend = self._ops[at + 1]
         if not isinstance(attend, LatentAttend) or attend.q != op.q:
             raise NoNativeOp("queries that something else than attention reads")
+        if attend.sinks is not None:
+            raise NoNativeOp("sink of latent attention")
+        if op.attention.output_gate is not None:
+            raise NoNativeOp("gate of latent attention's output")
         ((module, _, _),) = self._table.columns(self._index, Group.KV_UP)
         latent = latent_arguments(op.attention, op.latent, module)
         x, column, _ = self._read(at, op.kept)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
-from ..specs.feed_forward import Activation, Experts, UngatedActivation
+from ..specs.feed_forward import Activation, Experts, LimitedSwiglu, UngatedActivation
 from ..specs.indexer import IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -222,7 +222,7 @@ class LatentAttend(Op):
 
     READS = ("q", "chosen")
     WRITES = ("out",)
-    SLOTS = ("kv_up",)
+    SLOTS = ("kv_up", "sinks")
 
     q: str
     out: str
@@ -232,6 +232,8 @@ class LatentAttend(Op):
 
     chosen: str | None = None
     """The tokens that queries attend to; None: all that they see."""
+
+    sinks: str | None = None
 
     @property
     def bias(self) -> str:
@@ -335,7 +337,7 @@ class Activate(Op):
 
     x: Read
     out: str
-    activation: Activation | UngatedActivation
+    activation: Activation | LimitedSwiglu | UngatedActivation
     parameters: str | None = None
 
 

@@ -16,8 +16,9 @@ from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
 from .builder import LayerProgram, layer_program
-from .end_text import end_detail
+from .end_text import connections, end_detail
 from .ends import end_programs
+from .hyper_ops import ConnectStreams, GiveToStreams
 from .ops import (
     Activate,
     Add,
@@ -99,6 +100,9 @@ def _formula(op: Op) -> str:
             return f"{op.x} += image[{op.part}]"
         case AddToOthers():
             return f"{op.streams}[1:] += {op.y}"
+        case GiveToStreams():
+            kept = op.streams if op.mix is None else f"{op.mix}ᵀ · {op.streams}"
+            return f"{op.streams} ← {kept} + {op.give} ⊗ {op.y}"
         case PredictStreams():
             return f"{op.streams} += {op.factors} · {op.streams}"
         case CorrectStreams():
@@ -134,13 +138,15 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _experts(op.spec)
         case Activate():
             return str(op.activation)
-        case Scale() | Clip() | ResizeHeads() | SubtractHeads():
+        case Scale() | Clip() | ResizeHeads() | SubtractHeads() | ConnectStreams():
             return _numbers(op)
     return ""
 
 
-def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads) -> str:
+def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads | ConnectStreams) -> str:
     match op:
+        case ConnectStreams():
+            return connections(op)
         case Scale():
             return op.weight or f"{op.factor:g}"
         case Clip():

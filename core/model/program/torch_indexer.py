@@ -5,8 +5,11 @@ Tests: tests/core/layers/test_indexer.py
 
 from __future__ import annotations
 
-from ....ops.elementwise.elementwise import layer_norm, rotate
+import torch
+
+from ....ops.elementwise.elementwise import Rotation, layer_norm, rotate
 from ..nvtx_spans import span
+from ..specs.indexer import IndexerSpec
 from .builder import Kept
 from .ops import Choose, Index
 from .torch_step import OpContext, Run, Step, reader
@@ -23,13 +26,23 @@ def index(op: Index, at: OpContext) -> Run:
             key = layer_norm(key_of(names), norm[0], spec.eps, norm[1])[:, None]
             cache = model.arena.kv_layers[kv][0][..., -spec.key_dim :]
             place = step.batch.page[model.page_groups[kv]], step.batch.offset
-            cache[place] = rotate(key, rotation, None, spec.eps).to(cache.dtype)
+            cache[place] = _rotated(key, rotation, spec).to(cache.dtype)
             rows = queries(names).unflatten(1, (spec.heads, spec.key_dim))
-            names[op.q] = rotate(rows, rotation, None, spec.eps, step.kept.get(q_out))
+            names[op.q] = _rotated(rows, rotation, spec, step.kept.get(q_out))
             weights = step.kept.get(weights_out)
             names[op.weights] = factors(names).clone() if weights is None else weights.copy_(factors(names))
 
     return run
+
+
+def _rotated(
+    x: torch.Tensor, rotation: Rotation | None, spec: IndexerSpec, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Queries or keys `[tokens, heads, key]`, with those elements first that rotate: no product of them depends on
+    their order.
+    """
+    x = x.roll(spec.rope.dim, -1) if spec.rotates_last else x
+    return rotate(x, rotation, None, spec.eps, out)
 
 
 def choose(op: Choose, at: OpContext) -> Run:

@@ -270,7 +270,7 @@ class AttentionSpec:
     @property
     def gate_size(self) -> int:
         """Elements of the gates of a token's output."""
-        return 0 if self.output_gate is None else self.q_size
+        return 0 if self.output_gate is None else self.num_heads * self.attended_dim
 
     @property
     def biased_inputs(self) -> list[str]:
@@ -283,6 +283,8 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             own = latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
+            if self.output_gate is not None:
+                own += (Projection("self_attn.g_proj", Group.MIXER_IN, hidden, self.gate_size, self.num_heads),)
             if (index := self.indexer) is None:
                 return own
             return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim))

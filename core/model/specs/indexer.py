@@ -34,6 +34,9 @@ class IndexerSpec:
     eps: float
     """Of the LayerNorm of keys."""
 
+    rotates_last: bool = False
+    """The last elements rotate instead (HY V4)."""
+
     @property
     def query_size(self) -> int:
         """Elements of the queries of a token."""

@@ -19,6 +19,7 @@ from ....memory.pages.projections import INPUT_GROUPS, LOW_RANK_GROUPS, Group, P
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -67,6 +68,12 @@ _NORMS = {
     Norms.BEHIND_MIXER: ("attention_out_norm",),
     Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
 }
+
+#: Hyper-connections of a layer's two parts, and the slots of their matrix, base and scale: see `HyperConnectionSpec`.
+CONNECTIONS = {f"{part}_hc": (f"{part}_hyper", f"{part}_hyper_base", f"{part}_hyper_scale") for part in ("attn", "ffn")}
+
+#: Those of what joins the streams behind all layers.
+JOINED = ("hyper_head", "hyper_head_base", "hyper_head_scale")
 
 #: Parameters of xIELU, each one number.
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
@@ -169,9 +176,9 @@ class StreamSlots(NamedTuple):
     joined: tuple[str, ...]
 
 
-def stream_slots(streams: StreamsSpec | None) -> StreamSlots | None:
-    """The slots of a model's own matrices of several streams; None: its residual is one stream."""
-    if streams is None:
+def stream_slots(streams: StreamsSpec | HyperConnectionSpec | None) -> StreamSlots | None:
+    """The slots of a model's own matrices of several streams; None: no matrix makes its streams."""
+    if not isinstance(streams, StreamsSpec):
         return None
     others = range(1, streams.count)
     return StreamSlots(tuple(f"stream_in_{at}" for at in others), tuple(f"stream_out_{at}" for at in others))
@@ -285,8 +292,10 @@ class _Layer:
             made = SlotTensor("", (inputs.outputs,), _rows(inputs), made=second.section_factors)
             yield Slot("beside_factors", (made,), Keep.PLAIN)
         yield from self._matrices(Group.BESIDE_OUT)
-        if self._spec.streams is not None:
-            yield from self._of_streams(self._spec.streams)
+        if isinstance(streams := self._spec.streams, StreamsSpec):
+            yield from self._of_streams(streams)
+        elif streams is not None:
+            yield from self._of_connections(streams)
 
     def _of_streams(self, streams: StreamsSpec) -> Iterator[Slot]:
         count, hidden = streams.count, self._hidden
@@ -299,6 +308,13 @@ class _Layer:
             yield Slot(f"stream_{name}", (tensor,), Keep.PLAIN)
         keep = Keep.PLAIN if streams.scaled else Keep.UNUSED
         yield self._vector("stream_scale", "altup.correct_output_scale", keep)
+
+    def _of_connections(self, hyper: HyperConnectionSpec) -> Iterator[Slot]:
+        """Of the hyper-connections of both parts: see `CONNECTIONS`."""
+        ends = {"fn": (hyper.rows, hyper.count * self._hidden), "base": (hyper.rows,), "scale": (hyper.scales,)}
+        for path, names in CONNECTIONS.items():
+            for name, (end, shape) in zip(names, ends.items(), strict=True):
+                yield Slot(name, (SlotTensor(f"{path}.{end}", shape),), Keep.FLOAT32)
 
     def _mixture(self, spec: Experts) -> Iterator[Slot]:
         """Of the layer's mixture of experts. What chooses among experts is float32 whatever the model's dtype."""
@@ -350,7 +366,8 @@ def _of_attention(mixer: AttentionSpec) -> Iterator[Slot]:
     """What attention has beside matrices and what is done to heads."""
     heads = mixer.num_heads
     if mixer.sinks:
-        yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), Keep.PLAIN)
+        keep = Keep.PLAIN if mixer.latent is None else Keep.FLOAT32
+        yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), keep)
     if slopes := mixer.slopes:
         yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
     if (difference := mixer.difference) is not None:
