@@ -275,13 +275,14 @@ class Attention(ABC):
         cache: torch.Tensor,
         top_k: int,
         out: torch.Tensor | None = None,
+        biases: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the positions, in its row, of the tokens that an indexer chooses for each query, rising: `[tokens,
         top_k]` int32, in `out` if that is given. Nothing is written for a row of at most `top_k` tokens: its queries
         attend to all.
 
         q: `[tokens, heads, key]`; weights: `[tokens, heads]`; cache: the indexer's keys, `[num_pages, block_tokens, 1,
-        key]`. See `indexer.chosen_places`.
+        key]`. biases: of pools of tokens that are chosen together. See `indexer.chosen_places` and `chosen_pools`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no indexer; use attention torch")
 

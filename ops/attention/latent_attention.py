@@ -5,12 +5,14 @@ Tests: tests/ops/attention/test_latent_attention.py
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from . import attention
 from .attention import HeadTerms, PagedAttention, Prefill, Scores, attend_by_scores, weights_of
-from .indexer import chosen_places, seen_and_chosen
+from .indexer import chosen_places, chosen_pools, seen_and_chosen
 from .latents import LatentHeads
 
 
@@ -27,17 +29,19 @@ class LatentAttention(PagedAttention):
         cache: torch.Tensor,
         top_k: int,
         out: torch.Tensor | None = None,
+        biases: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        choose = chosen_places if biases is None else partial(chosen_pools, biases=biases)
         out = q.new_empty(len(q), top_k, dtype=torch.int32) if out is None else out
         for prefill in self._prefills:
             if prefill.kv_len > top_k:
                 own, keys = prefill.tokens, self._gather(cache, prefill.pages, prefill.kv_len)[0]
-                found = chosen_places(q[own][None], weights[own][None], keys, prefill.visible[None], top_k)
+                found = choose(q[own][None], weights[own][None], keys, prefill.visible[None], top_k)
                 out[own, :top_k] = found[0].int()
         if (count := len(self._decode_pages)) and self._decode_places > top_k:
             own, keys = slice(self._first_decode_token, None), self._gather_decode(cache, q.dtype)
             keys, seen = keys.view(count, -1, cache.shape[-1]), self._decode_mask(None)[:, 0]
-            out[own, :top_k] = chosen_places(q[own, None], weights[own, None], keys, seen, top_k)[:, 0].int()
+            out[own, :top_k] = choose(q[own, None], weights[own, None], keys, seen, top_k)[:, 0].int()
         return out
 
     def _attend_latents(
@@ -85,7 +89,9 @@ class LatentAttention(PagedAttention):
         """The decode rows' cache at chosen places `[rows, top_k]`: `[rows, top_k, elems]` in `dtype`, zero where a row
         sees nothing, and whether it sees each of them, `[rows, 1, top_k]`.
         """
-        seen = self._decode_mask(None)[:, 0, 0].gather(1, places)
+        inside = places < self._decode_places  # a pool may go on behind the last one
+        places = places.clamp(max=self._decode_places - 1)
+        seen = self._decode_mask(None)[:, 0, 0].gather(1, places) & inside
         pages = self._decode_pages.gather(1, places // self._block_tokens)
         kept = cache[pages, places % self._block_tokens][:, :, 0].to(dtype)
         return kept.masked_fill_(~seen[..., None], 0), seen[:, None]

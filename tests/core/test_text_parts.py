@@ -298,6 +298,14 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "swiglu_limit": 0.5, "indexer_types": ["full", "full", "shared"], "rms_norm_eps": 0.02, "pad_token_id": 0},
         {"patch_size": 8, "max_image_size": 64, "out_hidden_size": 64, **TOWER},
     ),
+    "Glm5NextForConditionalGeneration": (
+        "Glm5NextConfig",
+        {**LATENT, **INDEXER, "qk_rope_head_dim": 0, "index_kpool": 3, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 40, "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2, "swiglu_limit": 0.5,
+         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+         "mlp_layer_types": ["dense", "sparse", "sparse"], "pad_token_id": 0},
+        {**QWEN_TOWER, "projection_intermediate_size": 32},
+    ),
     "Emu3ForConditionalGeneration": ("Emu3Config", {"pad_token_id": 0}, {}),
     "AriaForConditionalGeneration": (
         "AriaConfig",

@@ -98,6 +98,7 @@ OF_CLASSES = {
     "Emu3TextConfig": "Emu3ForCausalLM",
     "Mistral4Config": "Mistral4ForCausalLM",
     "MllamaTextConfig": "MllamaForCausalLM",
+    "Glm5NextConfig": "Glm5NextForConditionalGeneration",
 }
 
 #: name → (transformers' configuration class, its arguments, largest shard)
@@ -783,6 +784,18 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "moe_intermediate_size": 40, "num_hidden_layers": 4, "index_head_dim": 24, "hc_mult": 3, "hc_magnitude": 1.5,
          "swiglu_limit": 0.6, "pad_token_id": 0, "indexer_types": ["full", "shared", "full", "shared"],
          "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "50GB",
+    ),
+    "glm-5.3-flash": (
+        "Glm5NextConfig",
+        {**LATENT, **INDEXER, "qk_rope_head_dim": 0, "index_kpool": 4, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_hidden_layers": 4, "linear_head_dim": 16, "linear_num_heads": 4,
+         "linear_conv_kernel_dim": 3, "hc_mult": 3, "hc_sinkhorn_iters": 4, "swiglu_limit": 0.6, "pad_token_id": 0,
+         "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+         "indexer_types": ["shared", "full", "shared", "full"],
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+         "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+                           "out_hidden_size": 64, "projection_intermediate_size": 32}},
         "50GB",
     ),
     "hy-v4-biased": (

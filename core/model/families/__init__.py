@@ -251,6 +251,7 @@ ALL: tuple[Family, ...] = (
     seeing_texts.GRANITE_DOCLING,
     seeing_texts.HUNYUAN_VL,
     seeing_texts.HY_V4_VL,
+    seeing_texts.GLM_5_3_FLASH,
     seeing_texts.EMU_3,
     seeing_texts.ARIA,
     seeing_texts.MOLMO_2,

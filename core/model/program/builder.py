@@ -126,6 +126,7 @@ class _Builder:
         self.mixed: list[Kept] = []
         self.earlier: LayerProgram | None = None
         self._norms = norms_of(spec)
+        self._rows: Read = STREAM
         self._ops = self.parts[0]
 
     def build(self) -> None:
@@ -190,7 +191,7 @@ class _Builder:
 
     def _inputs(self, mixer: AttentionSpec | RecurrentSpec, rows: Read) -> None:
         """What the mixers read; keys and values are written."""
-        second = self.spec.mixer_beside
+        second, self._rows = self.spec.mixer_beside, rows
         if second is not None:
             self._gemm(Group.BESIDE_IN, self._scaled(rows, second.in_factor, "r"), "r")
             if second.section_factors:
@@ -246,7 +247,7 @@ class _Builder:
             low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
             queries = self._gemm(Group.QUERY_UP, low, "qh")
         if index is not None:
-            self._put(_index(index, behind))
+            self._put(_index(index, behind, self._rows))
             queries = View("qh", 0, -index.query_size)
         self._put(Latents(queries, kept, "q", mixer, latent))
 
@@ -321,7 +322,7 @@ class _Builder:
             return Attend("q", "a", mixer)
         if (index := mixer.indexer) is not None:
             self.reads += [Kept("iq", (index.heads, index.key_dim)), Kept("iw", (index.heads,))]
-            self._put(Choose("iq", "iw", CHOSEN, mixer))
+            self._put(Choose("iq", "iw", CHOSEN, mixer, "index_biases" if index.pool else None))
         chosen, sinks = None if mixer.top_k is None else CHOSEN, "sinks" if mixer.sinks else None
         return LatentAttend("q", "a", mixer, latent, chosen=chosen, sinks=sinks)
 
@@ -379,10 +380,11 @@ class _Builder:
         return self._output("y", "input_norm", ("input_norm",))
 
 
-def _index(index: IndexerSpec, behind: int) -> Index:
-    """behind: the first of the mixer's inputs that are the indexer's, from their end."""
+def _index(index: IndexerSpec, behind: int, rows: Read) -> Index:
+    """behind: the first of the mixer's inputs that are the indexer's, from their end. rows: what they are made of."""
     queries, key, factors = View("qh", -index.query_size), View("in", behind, -index.heads), View("in", -index.heads)
-    return Index(queries, key, factors, "iq", "iw", index)
+    pooled = (rows, "index_gates") if index.pool else (None, None)
+    return Index(queries, key, factors, "iq", "iw", index, "index_norm", *pooled)
 
 
 class _HyperBuilder(_Builder):

@@ -427,6 +427,8 @@ class _Lowering:
         self._emit("Subtract", x=x, column=column, heads=width // head // 2, width=head, out=out, **own)
 
     def _mix(self, at: int, op: Mix) -> None:
+        if (lack := op.mixer.no_native) is not None:
+            raise NoNativeOp(lack)
         (out,) = self._buffers.writes[at].values()
         held = Held(out)
         if not op.is_first:

@@ -173,11 +173,12 @@ class Index(Op):
     """Rotate an indexer's queries; normalise and rotate the key that its heads share, and write it to its page.
 
     x: queries `[tokens, heads · key]`; key: `[tokens, key]`; factors: of heads `[tokens, heads]`, which are copied.
+    rows: the layer's input, of which gates are made that are kept next to keys: see `IndexerSpec.pool`.
     """
 
-    READS = ("x", "key", "factors")
+    READS = ("x", "key", "factors", "rows")
     WRITES = ("q", "weights")
-    SLOTS = ("norm",)
+    SLOTS = ("norm", "gates")
 
     x: Read
     key: Read
@@ -186,6 +187,8 @@ class Index(Op):
     weights: str
     indexer: IndexerSpec
     norm: str = "index_norm"
+    rows: Read | None = None
+    gates: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +197,15 @@ class Choose(Op):
 
     READS = ("q", "weights")
     WRITES = ("out",)
+    SLOTS = ("biases",)
 
     q: str
     weights: str
     out: str
     attention: AttentionSpec
+
+    biases: str | None = None
+    """Of places in pools: see `IndexerSpec.pool`."""
 
 
 @dataclass(frozen=True, slots=True)

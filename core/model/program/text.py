@@ -191,7 +191,8 @@ def _latents(op: Latents | Index | Choose) -> str:
         return f"{op.attention.top_k:,} tokens by the scores of all heads"
     if isinstance(op, Index):
         heads = f"{op.indexer.heads} heads of {op.indexer.key_dim}"
-        return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads"
+        kept = f", and gates of pools of {op.indexer.pool}" if op.indexer.pool else ""
+        return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads{kept}"
     size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
     return f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}; writes {size} for all heads"
 

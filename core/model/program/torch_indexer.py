@@ -6,6 +6,7 @@ Tests: tests/core/layers/test_indexer.py
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import linear
 
 from ....ops.elementwise.elementwise import Rotation, layer_norm, rotate
 from ..nvtx_spans import span
@@ -19,14 +20,18 @@ def index(op: Index, at: OpContext) -> Run:
     spec, model, kv = op.indexer, at.model, at.model.kv_index[at.index]
     queries, key_of, factors = reader(op.x), reader(op.key), reader(op.factors)
     q_out, weights_out = Kept(op.q, (spec.heads, spec.key_dim)), Kept(op.weights, (spec.heads,))
+    rows_of = None if op.rows is None else reader(op.rows)
 
     def run(step: Step) -> None:
         names, rotation, norm = step.names, step.rotations[spec.rope], at.weights[op.norm].float()
         with span("attn.index"):
             key = layer_norm(key_of(names), norm[0], spec.eps, norm[1])[:, None]
-            cache = model.arena.kv_layers[kv][0][..., -spec.key_dim :]
+            cache = model.arena.kv_layers[kv][0][..., -spec.kept_dim :]
             place = step.batch.page[model.page_groups[kv]], step.batch.offset
-            cache[place] = _rotated(key, rotation, spec).to(cache.dtype)
+            kept = _rotated(key, rotation, spec)
+            if rows_of is not None and op.gates is not None:
+                kept = torch.cat((kept, linear(rows_of(names), at.weights[op.gates])[:, None]), 2)
+            cache[place] = kept.to(cache.dtype)
             rows = queries(names).unflatten(1, (spec.heads, spec.key_dim))
             names[op.q] = _rotated(rows, rotation, spec, step.kept.get(q_out))
             weights = step.kept.get(weights_out)
@@ -41,14 +46,14 @@ def _rotated(
     """Queries or keys `[tokens, heads, key]`, with those elements first that rotate: no product of them depends on
     their order.
     """
-    x = x.roll(spec.rope.dim, -1) if spec.rotates_last else x
+    x = x.roll(spec.rope.dim, -1) if spec.rotates_last and spec.rope is not None else x
     return rotate(x, rotation, None, spec.eps, out)
 
 
 def choose(op: Choose, at: OpContext) -> Run:
     spec, mixer, model, kv = op.attention.indexer, op.attention, at.model, at.model.kv_index[at.index]
     assert spec is not None and mixer.top_k is not None, "the layer has an indexer"
-    width, top_k, kept = spec.key_dim, mixer.top_k_within(model.max_model_len), Kept(op.out, (mixer.top_k,), True)
+    width, top_k, kept = spec.kept_dim, mixer.top_k_within(model.max_model_len), Kept(op.out, (mixer.top_k,), True)
 
     def run(step: Step) -> None:
         if top_k is None:
@@ -56,7 +61,8 @@ def choose(op: Choose, at: OpContext) -> Run:
         names = step.names
         with span("attn.index"):
             attention, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
-            found = attention.choose(names[op.q], names[op.weights], k[..., -width:], top_k, step.kept.get(kept))
+            own, biases = (names[op.q], names[op.weights]), None if op.biases is None else at.weights[op.biases]
+            found = attention.choose(*own, k[..., -width:], top_k, step.kept.get(kept), biases)
             names[op.out] = found
 
     return run

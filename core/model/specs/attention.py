@@ -311,8 +311,8 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KvShape:
-        """Of its keys and values, with the indexer's key at the end."""
-        return KvShape(self.num_kv_heads, self.head_dim + (0 if self.indexer is None else self.indexer.key_dim))
+        """Of its keys and values, with what the indexer keeps at the end."""
+        return KvShape(self.num_kv_heads, self.head_dim + (0 if self.indexer is None else self.indexer.kept_dim))
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""

@@ -252,7 +252,7 @@ def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:
     mixers = [layer.attention for layer in layers if layer.attention is not None]
     indexers = (mixer.indexer for mixer in mixers if mixer.indexer is not None)
     own = (mixer.rope for mixer in mixers if mixer.rope is not None)
-    return list(dict.fromkeys((*own, *(each.rope for each in indexers))))
+    return list(dict.fromkeys((*own, *(each.rope for each in indexers if each.rope is not None))))
 
 
 def has_axes(layers: Sequence[LayerSpec]) -> bool:

@@ -20,6 +20,7 @@ from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
 from ..specs.hyper_connections import HyperConnectionSpec
+from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -217,8 +218,7 @@ class _Layer:
         if spec.attention is not None:
             yield from _of_heads(spec.attention)
             if (index := spec.attention.indexer) is not None:
-                ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
-                yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
+                yield from _of_indexer(index, self._hidden)
         yield from self._matrices(Group.QUERY_UP, Group.KV_UP)
         if spec.attention is not None:
             yield from _of_attention(spec.attention)
@@ -360,6 +360,16 @@ class _Layer:
         tensors = tuple(make(each.of_expert(number)) for number in range(count) for each in own)
         first_rank = is_bias and own[0].is_row_parallel
         return Slot(f"{EXPERTS}.{name}", tensors, keep, None if is_bias else group, first_rank, count=count)
+
+
+def _of_indexer(index: IndexerSpec, hidden: int) -> Iterator[Slot]:
+    """The norm of its keys, and what makes keys of pools."""
+    at, width = "self_attn.indexer", index.key_dim
+    ends = tuple(SlotTensor(f"{at}.k_norm.{end}", (width,)) for end in ("weight", "bias"))
+    yield Slot("index_norm", ends, Keep.NORM)
+    if index.pool:
+        yield Slot("index_gates", (SlotTensor(f"{at}.index_kpool_compress_gate", (width, hidden)),), Keep.PLAIN)
+        yield Slot("index_biases", (SlotTensor(f"{at}.index_kpool_compress_ape", (index.pool, width)),), Keep.FLOAT32)
 
 
 def _of_attention(mixer: AttentionSpec) -> Iterator[Slot]:
