@@ -139,7 +139,7 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     every = chain(*whole.projections.layers, (each for each in whole.projections.model if each.group is Group.INPUTS))
     table = 0 if whole.layer_inputs is None else whole.layer_inputs.vocab * whole.layer_inputs.size * whole.num_layers
     projections = sum(each.num_weights // (1 if each.is_replicated else size) for each in every)
-    streams = 0 if whole.streams is None else 2 * (whole.streams.count - 1) * hidden**2
+    streams = 0 if whole.streams is None else whole.streams.num_weights(hidden, whole.num_layers)
     return embeddings + table + streams + head + hidden + whole.num_layers * 2 * hidden + projections
 
 

@@ -295,7 +295,7 @@ class DecoderModel:
         mixed = tuple({each for segment in segments for each in segment.mixed})
         lasting = lasting_buffers(self.config)
         every = {each for segment in segments for each in segment.reads}.union(mixed, lasting)
-        dtypes = {each: torch.int32 if each.is_index else dtype for each in every}
+        dtypes = {each: torch.int32 if each.is_index else torch.float32 if each.is_wide else dtype for each in every}
         kept = {each: torch.zeros(tokens, *each.shape, dtype=own, device=device) for each, own in dtypes.items()}
         return Flow(self.new_rows(tokens), kept, mixed, lasting)
 

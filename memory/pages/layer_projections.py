@@ -59,8 +59,8 @@ class LatentWidths(NamedTuple):
     gate: int = 0
     """Elements of the gate that each head has behind its query."""
 
-    gate_of_heads: bool = False
-    """The layer's input gives each head one number as a gate."""
+    input_gate: int = 0
+    """Elements of the gate that the layer's input gives each head."""
 
     form: str = ""
     """See `Projection`."""
@@ -71,7 +71,7 @@ class LatentWidths(NamedTuple):
 
 def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[Projection, ...]:
     """Those of latent attention. What makes latents is of all heads, and every TP rank has it whole."""
-    q_rank, kv_rank, key, rotated, value, both, gate, gate_of_heads, form, is_shared = widths
+    q_rank, kv_rank, key, rotated, value, both, gate, input_gate, form, is_shared = widths
     q = heads * (key + rotated + gate)
     query = (
         (
@@ -81,12 +81,12 @@ def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[P
         if q_rank
         else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads, form=form),)
     )
-    gates = (Projection("self_attn.g_proj", Group.MIXER_IN, hidden, heads, heads, form=form),) * gate_of_heads
+    gates = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, heads * input_gate, heads, form=form)
     kept = Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1, form=form)
     return (
         *query,
         *((kept,) * (not is_shared)),
-        *gates,
+        *((gates,) * (input_gate > 0)),
         Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads, form=form),
         Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads, form=form),
     )

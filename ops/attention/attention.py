@@ -272,17 +272,20 @@ class Attention(ABC):
         out: torch.Tensor | None = None,
         scores: Scores = PLAIN,
         chosen: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with one layer's latents.
 
         q: `[tokens, heads, key + rotated]`; cache: `[num_pages, block_tokens, 1, kv_rank + rotated]`. out: `[tokens,
-        heads, value]`, to write to. chosen: of `choose`, where queries attend to chosen tokens alone. Returns `[tokens,
-        heads · value]`.
+        heads, value]`, to write to. chosen: of `choose`, where queries attend to chosen tokens alone. sinks: see
+        `run`. Returns `[tokens, heads · value]`.
         """
         if chosen is not None and not self.takes_chosen:
             raise NotImplementedError(f"{type(self).__name__} has no attention to chosen tokens; use attention torch")
+        if sinks is not None and not self.takes_sinks:
+            raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
         out = q.new_empty(*q.shape[:2], heads.value_dim) if out is None else out
-        self._attend_latents(q, cache, heads, out, scores, chosen)
+        self._attend_latents(q, cache, heads, out, scores, chosen, sinks)
         return out.view(len(q), -1)
 
     def choose(
@@ -292,13 +295,14 @@ class Attention(ABC):
         cache: torch.Tensor,
         top_k: int,
         out: torch.Tensor | None = None,
+        biases: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the positions, in its row, of the tokens that an indexer chooses for each query, rising: `[tokens,
         top_k]` int32, in `out` if that is given. Nothing is written for a row of at most `top_k` tokens: its queries
         attend to all.
 
         q: `[tokens, heads, key]`; weights: `[tokens, heads]`; cache: the indexer's keys, `[num_pages, block_tokens, 1,
-        key]`. See `indexer.chosen_places`.
+        key]`. biases: of pools of tokens that are chosen together. See `indexer.chosen_places` and `chosen_pools`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no indexer; use attention torch")
 
@@ -324,11 +328,12 @@ class Attention(ABC):
         out: torch.Tensor,
         scores: Scores,
         chosen: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> None:
-        """Write to `out`: attention over the latents themselves. chosen: None unless the class takes them."""
+        """Write to `out`: attention over the latents themselves. chosen, sinks: None unless the class takes them."""
         rows = heads.absorb(q)
         found = rows.new_empty(*rows.shape[:2], heads.kv_rank)
-        self._attend(rows, KvCache(cache, cache), found, scores, HeadTerms())
+        self._attend(rows, KvCache(cache, cache), found, scores, HeadTerms(sinks))
         heads.expand(found, out)
 
     @abstractmethod
@@ -397,7 +402,7 @@ class PagedAttention(Attention):
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
             own = prefill.own if scores.has_slopes else None
-            attended = _attend(rows, k, v, prefill.mask(scores), scores, terms, own)
+            attended = attend_by_scores(rows, k, v, prefill.mask(scores), scores, terms, own)
             if broken is not None:
                 if prefill.has_blocks(scores):
                     seen = (broken.transpose(2, 3) & prefill.seen_with_blocks(scores)).any(-1, keepdim=True)
@@ -413,7 +418,7 @@ class PagedAttention(Attention):
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
             own = on_device(self._decode_lens - 1, self._device) if scores.has_slopes else None
-            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, terms, own)
+            attended = attend_by_scores(rows, k, v, self._decode_mask(scores.window), scores, terms, own)
             out[self._first_decode_token :] = attended[:, :, 0]
         if scales.v != 1:
             out *= scales.v
@@ -637,7 +642,7 @@ def _bias() -> Callable[[int, int], torch.Tensor]:
     return causal_lower_right
 
 
-def _attend(
+def attend_by_scores(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -662,20 +667,22 @@ def _attend(
         parts = q.split(most, dim=2), mask.split(most, dim=-2)
         places = [None] * len(parts[0]) if own is None else own.split(most, dim=1)
         each = zip(*parts, places, strict=True)
-        return torch.cat([_attend(rows, k, v, seen, scores, terms, at) for rows, seen, at in each], dim=2)
+        return torch.cat([attend_by_scores(rows, k, v, seen, scores, terms, at) for rows, seen, at in each], dim=2)
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)
     if slopes is not None and own is not None:
         ages = own[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
         weights = weights.float() - slopes.float()[:, None, None] * ages
-    weights = weights.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        own = sinks.to(weights.dtype).view(1, -1, 1, 1).expand(len(weights), -1, weights.shape[2], 1)
-        weights = torch.cat((weights, own), dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
-    else:
-        weights = weights.softmax(-1, dtype=torch.float32)
-    return weights.to(q.dtype) @ v
+    return weights_of(weights.masked_fill(~mask, -torch.inf), sinks).to(q.dtype) @ v
+
+
+def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The softmax of scores `[rows, heads, tokens, keys]`, which sinks `[heads]` join where there are any, float32."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    own = sinks.view(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
+    return torch.cat((scores, own), dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:

@@ -368,14 +368,15 @@ class TritonRaggedAttention(Attention):
         out: torch.Tensor,
         scores: Scores,
         chosen: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         split = self._prefill_tokens
         if split:
-            self._prefill.run_latents(q[:split], cache, heads, out[:split], scores)
+            self._prefill.run_latents(q[:split], cache, heads, out[:split], scores, sinks=sinks)
         if split < self._num_tokens:
             rows = heads.absorb(q[split:], split)
             found = rows.new_empty(*rows.shape[:2], heads.kv_rank)
-            self._backend.run(rows, KvCache(cache, cache), found, scores)
+            self._backend.run(rows, KvCache(cache, cache), found, scores, sinks)
             heads.expand(found, out[split:], split)
 
 

@@ -289,6 +289,15 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     return (up.clamp(min=-limit) + 1) * (gate * sigmoid(alpha * gate))
 
 
+def limited_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`silu(gate) · up`, with gate at most `limit` and up within ± `limit`, for packed `[tokens, 2·ffn]` → `[tokens,
+    ffn]`.
+    """
+    gate_up = gate_up.clamp(max=limit)
+    gate_up[..., gate_up.shape[-1] // 2 :].clamp_(min=-limit)
+    return silu_and_mul(gate_up)
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """`max(x, 0)²`."""
     return torch.relu(x).square()

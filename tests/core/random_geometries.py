@@ -242,6 +242,55 @@ def _minimax_3(rng: random.Random) -> Fields:
     }
 
 
+def _hy_v4(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    count = found["num_hidden_layers"] = rng.randint(1, 4)
+    return {
+        **found,
+        "indexer_types": rng.choice((None, ["full", *_types(rng, count - 1, ("full", "shared"))])),
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "hc_mult": rng.randint(1, 5),
+        "hc_magnitude": rng.choice((0.7, 2.0)),
+        "hc_eps": rng.choice((1e-6, 0.05)),
+        "swiglu_limit": rng.choice((0.3, 1.0, 10.0)),
+        "rms_norm_eps": rng.choice((1e-5, 0.01)),
+    }
+
+
+def _glm_next(rng: random.Random) -> Fields:
+    found = _indexer(rng)
+    pool, count = rng.choice((1, 2, 4, 5)), rng.randint(2, 5)
+    types = [
+        "linear_attention",
+        "indexed_attention",
+        *_types(rng, count - 2, ("linear_attention", "indexed_attention")),
+    ]
+    rng.shuffle(types)
+    kinds = _types(rng, count, ("full", "shared"))
+    for at, kind in enumerate(types):
+        is_behind = at and types[at - 1] == kind and kinds[at - 1] == "full"
+        kinds[at] = kinds[at] if is_behind or kind == "linear_attention" else "full"
+    return {
+        **found,
+        "num_hidden_layers": count,
+        "layer_types": types,
+        "indexer_types": kinds,
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
+        "qk_rope_head_dim": 0,
+        "index_kpool": pool,
+        "index_topk": pool * rng.choice((1, 3, 8, 20)),
+        "linear_head_dim": rng.choice((8, 16)),
+        "linear_num_heads": rng.choice((1, 2, 4)),
+        "linear_conv_kernel_dim": rng.choice((2, 3, 4)),
+        "linear_lower_bound": rng.choice((None, -5.0, -0.5)),
+        "hc_mult": rng.randint(1, 5),
+        "hc_sinkhorn_iters": rng.choice((1, 2, 20)),
+        "hc_eps": rng.choice((1e-6, 0.05)),
+        "swiglu_limit": rng.choice((0.3, 1.0, 10.0)),
+        "rms_norm_eps": rng.choice((1e-5, 0.01)),
+    }
+
+
 def _lara(rng: random.Random) -> Fields:
     found = {**_grouped(rng), **_experts(rng)}
     count = found["num_hidden_layers"] = rng.randint(2, 4)
@@ -461,6 +510,8 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "ax-k2": _ax_2,
     "dots-3-note": _dots_3,
     "minimax-m3": _minimax_3,
+    "hy-v4": _hy_v4,
+    "glm-5.3-flash": _glm_next,
     "lara-mini": _lara,
     "mamba-2": _mamba_2,
     "mamba-1": _mamba_1,

@@ -31,7 +31,7 @@ from .tiny_mixtures import ADAPTERS, make_mixture
 pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 #: Families with an indexer, or with gates over latents, which it does not compute.
-INDEXED = ("deepseek-v3.2", "glm-5", "ax-k2", "dots-3-note", "minimax-m3")
+INDEXED = ("deepseek-v3.2", "glm-5", "ax-k2", "dots-3-note", "minimax-m3", "hy-v4")
 
 #: Families whose layers the native decoder computes.
 NATIVE = [family for family in EXPERTS if not family.startswith(INDEXED)]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.families import FAMILIES
+from chorus.core.model.families.hy_v4 import HY_V4
 from chorus.core.model.families.mimo import MIMO_V2_FLASH
 from chorus.core.model.families.nemotron_h import NEMOTRON_H
 from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -290,6 +291,21 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                              "mrope_section": [2, 2, 2, 2]}},
         {"patch_size": 8, "max_image_size": 64, "out_hidden_size": 64, **TOWER},
     ),
+    "HYV4VLForConditionalGeneration": (
+        "HYV4VLConfig",
+        {**LATENT, **INDEXER, "rope_parameters": {"rope_theta": 500.0, "mrope_section": [2, 1, 1]},
+         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "hc_mult": 3,
+         "swiglu_limit": 0.5, "indexer_types": ["full", "full", "shared"], "rms_norm_eps": 0.02, "pad_token_id": 0},
+        {"patch_size": 8, "max_image_size": 64, "out_hidden_size": 64, **TOWER},
+    ),
+    "Glm5NextForConditionalGeneration": (
+        "Glm5NextConfig",
+        {**LATENT, **INDEXER, "qk_rope_head_dim": 0, "index_kpool": 3, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 40, "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2, "swiglu_limit": 0.5,
+         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+         "mlp_layer_types": ["dense", "sparse", "sparse"], "pad_token_id": 0},
+        {**QWEN_TOWER, "projection_intermediate_size": 32},
+    ),
     "Emu3ForConditionalGeneration": ("Emu3Config", {"pad_token_id": 0}, {}),
     "AriaForConditionalGeneration": (
         "AriaConfig",
@@ -443,7 +459,7 @@ ELSEWHERE = {"Gemma3nForConditionalGeneration", "PaliGemmaForConditionalGenerati
 
 
 #: Families that leave out draft layers, and no tower.
-DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH)
+DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH, HY_V4)
 
 
 def test_every_architecture_is_covered():

@@ -104,6 +104,7 @@ OF_CLASSES = {
     "Emu3TextConfig": "Emu3ForCausalLM",
     "Mistral4Config": "Mistral4ForCausalLM",
     "MllamaTextConfig": "MllamaForCausalLM",
+    "Glm5NextConfig": "Glm5NextForConditionalGeneration",
 }
 
 #: name → (transformers' configuration class, its arguments, largest shard)
@@ -833,6 +834,33 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "tie_word_embeddings": True, "initializer_range": 0.1},
         "20KB",
     ),
+    "hy-v4": (
+        "HYV4Config",
+        {**LATENT, **INDEXER, "v_head_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_hidden_layers": 4, "index_head_dim": 24, "hc_mult": 3, "hc_magnitude": 1.5,
+         "swiglu_limit": 0.6, "pad_token_id": 0, "indexer_types": ["full", "shared", "full", "shared"],
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "50GB",
+    ),
+    "glm-5.3-flash": (
+        "Glm5NextConfig",
+        {**LATENT, **INDEXER, "qk_rope_head_dim": 0, "index_kpool": 4, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_hidden_layers": 4, "linear_head_dim": 16, "linear_num_heads": 4,
+         "linear_conv_kernel_dim": 3, "hc_mult": 3, "hc_sinkhorn_iters": 4, "swiglu_limit": 0.6, "pad_token_id": 0,
+         "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+         "indexer_types": ["shared", "full", "shared", "full"],
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+         "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+                           "out_hidden_size": 64, "projection_intermediate_size": 32}},
+        "50GB",
+    ),
+    "hy-v4-biased": (
+        "HYV4Config",
+        {**LATENT, **INDEXER, "index_topk": 25, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+         "topk_group": 1, "moe_intermediate_size": 24, "hc_mult": 4, "swiglu_limit": 1.5, "attention_bias": True,
+         "tie_word_embeddings": True, "mlp_layer_types": ["sparse", "dense"], "pad_token_id": 0},
+        "20KB",
+    ),
     "afmoe": (
         "AfmoeConfig",
         {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
@@ -1241,7 +1269,7 @@ class TopKMargins(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.topk and (count := args[1]) < args[0].shape[-1]:
             best = args[0].topk(count + 1, dim=-1).values
-            led = (best[..., -2] - best[..., -1])[best[..., -1].isfinite()]
+            led = (best[..., -2] - best[..., -1])[best[..., -1] > torch.finfo(best.dtype).min]
             self._margins += led.flatten().tolist()
         return func(*args, **(kwargs or {}))
 
@@ -1377,6 +1405,10 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(24, 72)
             elif ("norm" in name and ".mlp.fc" not in name) or ".ln_" in name or name.endswith("correct_output_scale"):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith(("hc.scale", "hc_scale")):
+                parameter.uniform_(0.1, 0.5)
+            elif name.endswith(("hc.base", "hc_base")):
+                parameter.normal_(0, 0.7)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
             elif name.endswith("_gate_weight"):

@@ -58,8 +58,8 @@ def attention(
     kv_heads = fields.optional("num_key_value_heads") or heads
     if kv_heads != heads:
         raise fields.refuse("num_key_value_heads", f"latents serve all heads, and num_attention_heads is {heads}")
-    sizes = (fields.integer(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    kv_rank, key_dim, rotated_dim, value_dim = sizes
+    kv_rank, key_dim, value_dim = map(fields.integer, ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+    rotated_dim = fields.integer("qk_rope_head_dim", least=1 if rotates else 0)
     if rotates and rotated_dim % 2:
         raise fields.refuse("qk_rope_head_dim", "rotary embedding needs an even one")
     bias = fields.boolean("attention_bias")
@@ -119,29 +119,30 @@ def check_query_latents(fields: ConfigJson) -> None:
         raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
 
 
-def indexer_kinds(fields: ConfigJson) -> list[str]:
+def indexer_kinds(fields: ConfigJson, *, may_begin_shared: bool = False) -> list[str]:
     """Which layers have an indexer: by `indexer_types`, `index_topk_pattern` of letters or names, or one in every
-    `index_topk_freq` layers after the first `index_skip_topk_offset - 1`, and those themselves.
+    `index_topk_freq` layers after the first `index_skip_topk_offset - 1`, and those themselves. may_begin_shared: the
+    first layers may have other mixers.
     """
     count = fields.integer("num_hidden_layers")
     if fields.is_missing("indexer_types") and fields.is_missing(_PATTERN):
         every, offset = (fields.integer(f"index_{name}", by, least=0) for name, by in _SCHEDULE.items())
         kinds = [SHARED if max(layer - offset + 1, 0) % max(every, 1) else FULL for layer in range(count)]
-        return _checked(kinds, fields, "index_topk_freq")
+        return _checked(kinds, fields, "index_topk_freq", may_begin_shared=may_begin_shared)
     name = _PATTERN if fields.is_missing("indexer_types") else "indexer_types"
     is_word = name == _PATTERN and isinstance(fields.raw[name], str)
     kinds = [_LETTERS.get(each, each) for each in fields.text(name)] if is_word else fields.texts(name)
-    return _checked(kinds, fields, name)
+    return _checked(kinds, fields, name, may_begin_shared=may_begin_shared)
 
 
-def _checked(kinds: list[str], fields: ConfigJson, name: str) -> list[str]:
+def _checked(kinds: list[str], fields: ConfigJson, name: str, *, may_begin_shared: bool) -> list[str]:
     """Types of all layers, after a check. name: the field that has them."""
     count = fields.integer("num_hidden_layers")
     if len(kinds) != count:
         raise fields.refuse(name, f"{len(kinds)} types for num_hidden_layers, {count}")
     if unknown := [kind for kind in kinds if kind not in (FULL, SHARED)]:
         raise fields.refuse(name, f"{unknown[0]} is not supported; supported: {FULL}, {SHARED}")
-    if kinds[0] == SHARED:
+    if kinds[0] == SHARED and not may_begin_shared:
         raise fields.refuse(name, f"no layer before the first one has chosen tokens; it must be {FULL}")
     return kinds
 

@@ -23,8 +23,10 @@ from . import (
     aria,
     cohere,
     cosmos,
+    glm_next,
     granite,
     hunyuan,
+    hy_v4,
     hyperclova,
     llama,
     nemotron_h,
@@ -140,6 +142,8 @@ _TEXTS: Mapping[str, Family] = MappingProxyType(
         "emu3_text_model": llama.EMU_3_TEXT,
         "cosmos3_edge_text": cosmos.EDGE_TEXT,
         "hunyuan_vl_text": hunyuan.HUNYUAN_VL_TEXT,
+        "hy_v4_vl_text": hy_v4.HY_V4_TEXT,
+        "glm5_next_text": glm_next.GLM_5_NEXT_TEXT,
         "aria_text": aria.ARIA_TEXT,
         "molmo2_text": _MOLMO_2_TEXT,
         "apertus1p5_text": apertus.APERTUS_1_5_TEXT,
@@ -212,6 +216,15 @@ HUNYUAN_VL = _family(
     "hunyuan_vl_text",
     Around(prefixes=("model.",), left_out=("vit.", "model.vit.")),
     tied=True,
+)
+HY_V4_VL = _family(
+    "Hunyuan 4 VL",
+    "HYV4VLForConditionalGeneration",
+    "hy_v4_vl_text",
+    Around(prefixes=("model.",), left_out=("vit.", "model.vit.")),
+)
+GLM_5_3_FLASH = _family(
+    "GLM-5.3-Flash", "Glm5NextForConditionalGeneration", "glm5_next_text", Around(prefixes=("model.",))
 )
 EMU_3 = _family(
     "Emu 3",

@@ -21,6 +21,7 @@ from ....ops.elementwise.activations import gelu, gelu_tanh, sigmoid
 from ....ops.elementwise.elementwise import (
     clamped_swiglu,
     gelu_and_mul,
+    limited_swiglu,
     relu_squared,
     relu_squared_and_mul,
     silu_and_mul,
@@ -36,7 +37,16 @@ from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixtur
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
 from ..native_names import native_activation
-from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
+from ..specs.feed_forward import (
+    Activation,
+    ClampedSwiglu,
+    ExpertActivation,
+    Experts,
+    LimitedSwiglu,
+    Routing,
+    Scoring,
+    UngatedActivation,
+)
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
 
@@ -206,7 +216,7 @@ def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | 
     raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
 
 
-def _gating(activation: Activation | ClampedSwiglu | UngatedActivation) -> NativeGating | None:
+def _gating(activation: ExpertActivation) -> NativeGating | None:
     """What becomes of gate and up in the native library; None: it does not compute that."""
     if isinstance(activation, ClampedSwiglu):
         return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
@@ -220,12 +230,14 @@ def what_native_lacks(spec: Experts) -> str | None:
     """What a mixture has that the native library does not compute; None: it computes all of it."""
     if spec.sees:
         return "mixture with experts of images"
+    if spec.shared_activation is not None:
+        return "mixture whose shared expert has an activation of its own"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
 
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
     routing, gating, router = spec.routing, _gating(spec.activation), experts.router
-    if gating is None:
+    if gating is None or spec.shared_activation is not None:
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
@@ -428,7 +440,7 @@ def _of_shared(
         return None
     added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
     parts = _Parts([len(x)], [weights.shared_gate_up], [weights.shared_down])
-    outputs, gates = _through(x, parts, spec.activation, added), None
+    outputs, gates = _through(x, parts, spec.shared_activation or spec.activation, added), None
     if weights.shared_gate is not None:
         gates = weights.shared_gates(x)
         if lora is not None:
@@ -479,7 +491,7 @@ class _Added(NamedTuple):
 def _through(
     x: torch.Tensor,
     parts: _Parts,
-    activation: Activation | ClampedSwiglu | UngatedActivation,
+    activation: ExpertActivation,
     added: _Added | None = None,
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -496,11 +508,13 @@ def _through(
     return y
 
 
-def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | UngatedActivation) -> torch.Tensor:
+def activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Tensor:
     if isinstance(activation, UngatedActivation):
         return activated_alone(gate_up, activation)
     if isinstance(activation, ClampedSwiglu):
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
+    if isinstance(activation, LimitedSwiglu):
+        return limited_swiglu(gate_up, activation.limit)
     return _GATED[activation](gate_up)
 
 

@@ -19,7 +19,15 @@ from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.moe.expert_tiles import ExpertTiles, Stack
 from ....ops.moe.expert_tiles_schedule import UNSORTED_ROWS, ExpertLaunches, Gate
 from ....ops.moe.routing_schedule import choice_constants
-from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, UngatedActivation
+from ..specs.feed_forward import (
+    Activation,
+    ClampedSwiglu,
+    ExpertActivation,
+    Experts,
+    LimitedSwiglu,
+    Routing,
+    UngatedActivation,
+)
 from .experts import APART, ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
@@ -103,7 +111,7 @@ class StackedExperts(ExpertWeights):
         return added.by_pair(y)
 
 
-def _gate_of(activation: Activation | ClampedSwiglu | UngatedActivation) -> Gate | None:
+def _gate_of(activation: ExpertActivation) -> Gate | None:
     """The activation as the launch of gate and up computes it; None: it does not."""
     match activation:
         case ClampedSwiglu(alpha, limit):
@@ -112,7 +120,7 @@ def _gate_of(activation: Activation | ClampedSwiglu | UngatedActivation) -> Gate
             return Gate(Gating.SILU)
         case Activation.GELU_TANH:
             return Gate(Gating.GELU)
-        case Activation.RELU_SQUARED | UngatedActivation():
+        case Activation.RELU_SQUARED | LimitedSwiglu() | UngatedActivation():
             return None
 
 

@@ -12,11 +12,13 @@ from typing import NamedTuple
 from ....memory.pages.projections import NORM_GATES, Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
 from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.recurrent import RecurrentSpec
-from ..weights.slots import MATRICES, norms_of
+from ..weights.slots import CONNECTIONS, MATRICES, norms_of
+from .hyper_ops import ConnectStreams, GiveToStreams, SumStreams
 from .ops import (
     CHOSEN,
     STREAM,
@@ -71,6 +73,9 @@ class Kept(NamedTuple):
     is_index: bool = False
     """It holds whole numbers (int32)."""
 
+    is_wide: bool = False
+    """It holds float32 whatever the model's dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProgram:
@@ -103,7 +108,13 @@ class LayerProgram:
 
 def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
     """The program of a layer with norms of this kind. spec: of a TP rank's share."""
-    builder = _StreamBuilder(spec, norm, spec.streams) if spec.streams is not None else _Builder(spec, norm)
+    match spec.streams:
+        case None:
+            builder = _Builder(spec, norm)
+        case StreamsSpec():
+            builder = _StreamBuilder(spec, norm, spec.streams)
+        case HyperConnectionSpec():
+            builder = _HyperBuilder(spec, norm, spec.streams)
     builder.build()
     before, mixers, after = map(tuple, builder.parts)
     return LayerProgram(before, mixers, after, tuple(builder.reads), tuple(builder.mixed), builder.earlier)
@@ -243,7 +254,7 @@ class _Builder:
     def _latents(self, mixer: AttentionSpec, latent: LatentSpec) -> None:
         index = mixer.indexer
         behind = 0 if index is None else -index.key_dim - index.heads
-        end = behind - mixer.num_heads * (mixer.output_gate is OutputGate.OF_HEADS)
+        end = behind - mixer.num_heads * latent.input_gate(mixer.output_gate)
         begin = end - (0 if mixer.shares_kv else latent.kv_rank + latent.rotated_dim)
         queries: Read = View("in", 0, begin or None)
         if index is not None and index.norms_input:
@@ -253,7 +264,7 @@ class _Builder:
         if index is not None:
             if index.grows:
                 self._put(GrowHeads("ih", "ih", index.heads, "index_growth"))
-            self._put(_index(index, behind))
+            self._put(_index(index, behind, self._rows))
             queries = queries if index.apart else View("qh", 0, -index.query_size)
         if mixer.grows:
             queries = self._put(GrowHeads(queries, "qh", mixer.num_heads, "growth"))
@@ -263,7 +274,7 @@ class _Builder:
 
     def _without_gates(self, mixer: AttentionSpec, latent: LatentSpec, queries: Read, gates: View) -> Read:
         """Take gates of attention's output from behind each query, or those of heads; returns the queries."""
-        if mixer.output_gate is OutputGate.OF_HEADS:
+        if mixer.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
             self._put(TakeGates(gates, "gates", mixer.num_heads, latent.value_dim))
         if mixer.output_gate is not OutputGate.BESIDE_QUERIES:
             return queries
@@ -361,8 +372,9 @@ class _Builder:
             return Attend("q", "a", mixer)
         if (index := mixer.indexer) is not None:
             self.reads += [Kept("iq", (index.heads, index.key_dim)), Kept("iw", (index.heads,))]
-            self._put(Choose("iq", "iw", CHOSEN, mixer))
-        return LatentAttend("q", "a", mixer, latent, chosen=None if mixer.top_k is None else CHOSEN)
+            self._put(Choose("iq", "iw", CHOSEN, mixer, "index_biases" if index.pool else None))
+        chosen, sinks = None if mixer.top_k is None else CHOSEN, "sinks" if mixer.sinks else None
+        return LatentAttend("q", "a", mixer, latent, chosen=chosen, sinks=sinks)
 
     def _beside_output(self, second: MixerBeside) -> None:
         """Add the output of the mixer beside attention."""
@@ -423,11 +435,47 @@ def _layer_norm(index: IndexerSpec) -> NormSpec:
     return NormSpec(index.eps, NormKind.BIASED_LAYER, wide=True)
 
 
-def _index(index: IndexerSpec, behind: int) -> Index:
-    """behind: the first of the mixer's inputs that are the indexer's, from their end."""
+def _index(index: IndexerSpec, behind: int, rows: Read) -> Index:
+    """behind: the first of the mixer's inputs that are the indexer's, from their end. rows: what they are made of."""
     queries: Read = "ih" if index.apart else View("qh", -index.query_size)
     key, factors = View("in", behind, -index.heads), View("in", -index.heads)
-    return Index(queries, key, factors, "iq", "iw", index)
+    pooled = (rows, "index_gates") if index.pool else (None, None)
+    return Index(queries, key, factors, "iq", "iw", index, "index_norm", *pooled)
+
+
+class _HyperBuilder(_Builder):
+    """Appends the ops of a layer whose parts take of several streams, and give to them: see `HyperConnectionSpec`.
+
+    The streams, and the numbers by which the mixer gives to them, live across it.
+    """
+
+    def __init__(self, spec: LayerSpec, norm: NormSpec, hyper: HyperConnectionSpec) -> None:
+        super().__init__(spec, norm)
+        self._hyper = hyper
+        self._mix = "mix" if hyper.rounds else None
+
+    def build(self) -> None:
+        """See `_Builder.build`."""
+        mixer, count = self.spec.mixer, self._hyper.count
+        assert mixer is not None, "layers of several streams have a mixer"
+        self._inputs(mixer, self._normed(self._taken("attn_hc"), "attention_norm"))
+        self.reads.append(Kept("give", (count,), is_wide=True))
+        if self._mix is not None:
+            self.reads.append(Kept(self._mix, (count**2,), is_wide=True))
+        self._given(self._output(self._mixed(mixer), "attention_out_norm"))
+        self._ops.append(Begin("mlp"))
+        rows = self._normed(self._taken("ffn_hc"), "mlp_norm")
+        y = self._output(self._feed_forward(rows), "mlp_out_norm")
+        self._ops.append(End())
+        self._given(y)
+
+    def _taken(self, part: str) -> str:
+        """What a part takes of the streams."""
+        self._put(ConnectStreams(self._hyper, *CONNECTIONS[part], take="take", give="give", mix=self._mix))
+        return self._put(SumStreams("p", "take"))
+
+    def _given(self, y: str) -> None:
+        self._put(GiveToStreams(y, "give", self._mix))
 
 
 class _StreamBuilder(_Builder):

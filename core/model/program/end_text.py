@@ -21,6 +21,7 @@ from .end_ops import (
     Select,
     SplitStreams,
 )
+from .hyper_ops import ConnectStreams, CopyToStreams
 from .ops import Gemm, Norm, Op, Scale
 
 
@@ -54,9 +55,17 @@ def _positions(_: AddPositions, config: ModelConfig) -> str:
     return f"{table.rows:,} positions → {config.hidden_size}: {'sinusoids' if table.is_made else 'learned'}"
 
 
+def connections(op: ConnectStreams) -> str:
+    """How numbers of streams are made; also in layers."""
+    mixed = "" if op.mix is None else f", mixed by {op.hyper.rounds} rounds of Sinkhorn-Knopp"
+    return f"numbers of {op.hyper.count} streams, eps {op.hyper.eps:g}{mixed}: {op.weight}"
+
+
 _DETAILS: dict[type[Op], Callable[[Any, ModelConfig], str]] = {
     AddPositions: _positions,
     Cap: _cap,
+    ConnectStreams: lambda op, _: connections(op),
+    CopyToStreams: lambda op, _: f"{op.count} streams, all of them x",
     Embed: _embed,
     EmbedMedia: lambda op, _: f"tokens of images and sound, from {op.first:,} on: {op.table}",
     Gemm: lambda op, config: f"{config.hidden_size} → further inputs of all layers: {op.weight}",

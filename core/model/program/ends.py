@@ -11,7 +11,8 @@ import torch
 
 from ....memory.pages.projections import Group
 from ..specs.config import ModelConfig
-from ..weights.slots import stream_slots
+from ..specs.hyper_connections import HyperConnectionSpec
+from ..weights.slots import JOINED, stream_slots
 from .builder import Kept
 from .end_ops import (
     AddPositions,
@@ -26,7 +27,8 @@ from .end_ops import (
     Select,
     SplitStreams,
 )
-from .ops import CHOSEN, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Scale, Sum
+from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
+from .ops import CHOSEN, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -70,17 +72,28 @@ class EndPrograms:
 
 def end_programs(config: ModelConfig) -> EndPrograms:
     """The programs of a model's ends. config: of the model, or of a TP rank's share."""
-    streams = stream_slots(config.streams)
+    split, join = _streams(config)
     final = Norm(STREAM, STATES, "norm", config.final_norm)
     return EndPrograms(
         embed=tuple(_embed(config)),
         inputs=tuple(_inputs(config)),
-        split=() if streams is None else (SplitStreams(streams.made),),
-        join=() if streams is None else (JoinStreams(streams.joined),),
+        split=tuple(split),
+        join=tuple(join),
         kept=(Select((STREAM,), Rows.KEPT), final),
         states=(Select((STREAM,), Rows.LOGITS), final),
         logits=tuple(_logits(config)),
     )
+
+
+def _streams(config: ModelConfig) -> tuple[list[Op], list[Op]]:
+    """What makes several streams of the residual stream, and one of them again."""
+    if isinstance(hyper := config.streams, HyperConnectionSpec):
+        take = "take" if hyper.joined else None
+        join = [ConnectStreams(hyper, *JOINED, take="take")] if hyper.joined else []
+        return [CopyToStreams(hyper.count)], [*join, SumStreams("joined", take), Replace(STREAM, "joined")]
+    if (slots := stream_slots(config.streams)) is None:
+        return [], []
+    return [SplitStreams(slots.made)], [JoinStreams(slots.joined)]
 
 
 def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:

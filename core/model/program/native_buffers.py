@@ -13,6 +13,7 @@ from .ops import STREAM, Add, AddMedia, Clip, Gemm, Moe, Op, Read, Replace, Scal
 #: Ops that the library has no function for, by what models then have.
 _TITLES = {
     "TakeStream": "residual of several streams",
+    "ConnectStreams": "residual of several streams",
     "TakeInput": "further input of layers",
     "EmbedMedia": "embedding of tokens of images and sound",
     "SparseGates": "sparse gate",

@@ -22,7 +22,7 @@ from ....ops.library.native_program import NativeOp
 from ..moe.experts import what_native_lacks
 from ..native_names import native_activation, native_norm
 from ..specs.attention import HeadNorm, OutputGate
-from ..specs.feed_forward import ClampedSwiglu, UngatedActivation
+from ..specs.feed_forward import UngatedActivation
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
@@ -160,7 +160,8 @@ class _Lowering:
             return op.columns(width)
         if isinstance(op, SubtractHeads):
             return width // 2
-        return width // 2 if isinstance(op, Activate) and not isinstance(op.activation, UngatedActivation) else width
+        has_gates = isinstance(op, Activate) and not isinstance(op.activation, UngatedActivation)
+        return width // 2 if has_gates else width
 
     def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
         """What an op of rows reads: the value in float32, the first column and their number."""
@@ -384,6 +385,10 @@ class _Lowering:
         attend = self._ops[at + 1]
         if not isinstance(attend, LatentAttend) or attend.q != op.q:
             raise NoNativeOp("queries that something else than attention reads")
+        if attend.sinks is not None:
+            raise NoNativeOp("sink of latent attention")
+        if op.attention.output_gate is not None:
+            raise NoNativeOp("gate of latent attention's output")
         ((module, _, _),) = self._table.columns(self._index, Group.KV_UP)
         latent = latent_arguments(op.attention, op.latent, module)
         if op.kept is None:
@@ -424,6 +429,8 @@ class _Lowering:
         self._emit("Subtract", x=x, column=column, heads=width // head // 2, width=head, out=out, **own)
 
     def _mix(self, at: int, op: Mix) -> None:
+        if (lack := op.mixer.no_native) is not None:
+            raise NoNativeOp(lack)
         (out,) = self._buffers.writes[at].values()
         held = Held(out)
         if not op.is_first:
@@ -483,7 +490,7 @@ def _routed(op: Moe) -> str:
 
 
 def _activation(op: Activate, size: int) -> dict[str, Any]:
-    if isinstance(op.activation, ClampedSwiglu) or (activation := native_activation(op.activation)) is None:
+    if (activation := native_activation(op.activation)) is None:
         raise NoNativeOp(f"activation {op.activation}")
     xielu = None if op.parameters is None else weight_of(op.parameters)
     return {"size": size, "activation": activation, "xielu": xielu}

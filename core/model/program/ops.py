@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
-from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, UngatedActivation
+from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, LimitedSwiglu, UngatedActivation
 from ..specs.indexer import BlockIndexerSpec, IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -175,11 +175,12 @@ class Index(Op):
     """Rotate an indexer's queries; normalise and rotate the key that its heads share, and write it to its page.
 
     x: queries `[tokens, heads · key]`; key: `[tokens, key]`; factors: of heads `[tokens, heads]`, which are copied.
+    rows: the layer's input, of which gates are made that are kept next to keys: see `IndexerSpec.pool`.
     """
 
-    READS = ("x", "key", "factors")
+    READS = ("x", "key", "factors", "rows")
     WRITES = ("q", "weights")
-    SLOTS = ("norm",)
+    SLOTS = ("norm", "gates")
 
     x: Read
     key: Read
@@ -188,6 +189,8 @@ class Index(Op):
     weights: str
     indexer: IndexerSpec
     norm: str = "index_norm"
+    rows: Read | None = None
+    gates: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +199,15 @@ class Choose(Op):
 
     READS = ("q", "weights")
     WRITES = ("out",)
+    SLOTS = ("biases",)
 
     q: str
     weights: str
     out: str
     attention: AttentionSpec
+
+    biases: str | None = None
+    """Of places in pools: see `IndexerSpec.pool`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +269,7 @@ class LatentAttend(Op):
 
     READS = ("q", "chosen")
     WRITES = ("out",)
-    SLOTS = ("kv_up",)
+    SLOTS = ("kv_up", "sinks")
 
     q: str
     out: str
@@ -272,6 +279,8 @@ class LatentAttend(Op):
 
     chosen: str | None = None
     """The tokens that queries attend to; None: all that they see."""
+
+    sinks: str | None = None
 
     @property
     def bias(self) -> str:
@@ -405,7 +414,7 @@ class Activate(Op):
 
     x: Read
     out: str
-    activation: Activation | ClampedSwiglu | UngatedActivation
+    activation: Activation | ClampedSwiglu | LimitedSwiglu | UngatedActivation
     parameters: str | None = None
 
 

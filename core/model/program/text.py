@@ -16,8 +16,9 @@ from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
 from .builder import LayerProgram, layer_program
-from .end_text import end_detail
+from .end_text import connections, end_detail
 from .ends import end_programs
+from .hyper_ops import ConnectStreams, GiveToStreams
 from .ops import (
     Activate,
     Add,
@@ -102,6 +103,9 @@ def _formula(op: Op) -> str:
             return f"{op.x} += image[{op.part}]"
         case AddToOthers():
             return f"{op.streams}[1:] += {op.y}"
+        case GiveToStreams():
+            kept = op.streams if op.mix is None else f"{op.mix}ᵀ · {op.streams}"
+            return f"{op.streams} ← {kept} + {op.give} ⊗ {op.y}"
         case PredictStreams():
             return f"{op.streams} += {op.factors} · {op.streams}"
         case CorrectStreams():
@@ -137,13 +141,15 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _experts(op.spec)
         case Activate():
             return str(op.activation)
-        case Scale() | Clip() | ResizeHeads() | SubtractHeads() | TakeGates():
+        case Scale() | Clip() | ResizeHeads() | SubtractHeads() | TakeGates() | ConnectStreams():
             return _numbers(op)
     return ""
 
 
-def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads | TakeGates) -> str:
+def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads | TakeGates | ConnectStreams) -> str:
     match op:
+        case ConnectStreams():
+            return connections(op)
         case Scale():
             return op.weight or f"{op.factor:g}"
         case Clip():
@@ -192,7 +198,8 @@ def _latents(op: Latents | Index | Choose | IndexBlocks | ChooseBlocks) -> str:
         return f"{op.attention.top_k:,} tokens by the scores of all heads"
     if isinstance(op, Index):
         heads = f"{op.indexer.heads} heads of {op.indexer.key_dim}"
-        return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads"
+        kept = f", and gates of pools of {op.indexer.pool}" if op.indexer.pool else ""
+        return f"{heads}, {_rope(op.indexer.rope)}; writes a key for all heads{kept}"
     size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
     heads = f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}"
     return f"{heads}; an earlier layer's latents" if op.kept is None else f"{heads}; writes {size} for all heads"

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import end_ops, ops, torch_ends, torch_ops, torch_other_ops
+from . import end_ops, hyper_ops, ops, torch_ends, torch_ops, torch_other_ops
 from .ops import Op
+from .torch_hyper import connect_streams, copy_to_streams, give_to_streams, sum_streams
 from .torch_indexer import choose, choose_blocks, index, index_blocks
 from .torch_latents import latent_attend, latents
 from .torch_step import OpContext, Run
@@ -65,4 +66,8 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     end_ops.PlaceImages: torch_ends.place_images,
     end_ops.Select: torch_ops.select,
     end_ops.SplitStreams: torch_ends.split_streams,
+    hyper_ops.ConnectStreams: connect_streams,
+    hyper_ops.CopyToStreams: copy_to_streams,
+    hyper_ops.GiveToStreams: give_to_streams,
+    hyper_ops.SumStreams: sum_streams,
 }

@@ -5,10 +5,14 @@ Tests: tests/core/layers/test_indexer.py, tests/core/layers/test_key_blocks.py
 
 from __future__ import annotations
 
+import torch
+from torch.nn.functional import linear
+
 from ....ops.attention.attention import KeyBlocks, KvCache
 from ....ops.attention.key_blocks import halves_of
-from ....ops.elementwise.elementwise import layer_norm, rotate
+from ....ops.elementwise.elementwise import Rotation, layer_norm, rotate
 from ..nvtx_spans import span
+from ..specs.indexer import IndexerSpec
 from .builder import Kept
 from .ops import Choose, ChooseBlocks, Index, IndexBlocks
 from .torch_step import OpContext, Run, Step, reader
@@ -18,26 +22,40 @@ def index(op: Index, at: OpContext) -> Run:
     spec, model, kv = op.indexer, at.model, at.model.page_index[at.index]
     queries, key_of, factors = reader(op.x), reader(op.key), reader(op.factors)
     q_out, weights_out = Kept(op.q, (spec.heads, spec.key_dim)), Kept(op.weights, (spec.heads,))
+    rows_of = None if op.rows is None else reader(op.rows)
 
     def run(step: Step) -> None:
         names, rotation, norm = step.names, step.rotations[spec.rope], at.weights[op.norm].float()
         with span("attn.index"):
             key = layer_norm(key_of(names), norm[0], spec.eps, norm[1])[:, None]
-            cache = model.arena.kv_layers[kv][0][..., -spec.key_dim :]
+            cache = model.arena.kv_layers[kv][0][..., -spec.kept_dim :]
             place = step.batch.page[model.page_groups[kv]], step.batch.offset
-            cache[place] = rotate(key, rotation, None, spec.eps).to(cache.dtype)
+            kept = _rotated(key, rotation, spec)
+            if rows_of is not None and op.gates is not None:
+                kept = torch.cat((kept, linear(rows_of(names), at.weights[op.gates])[:, None]), 2)
+            cache[place] = kept.to(cache.dtype)
             rows = queries(names).unflatten(1, (spec.heads, spec.key_dim))
-            names[op.q] = rotate(rows, rotation, None, spec.eps, step.kept.get(q_out))
+            names[op.q] = _rotated(rows, rotation, spec, step.kept.get(q_out))
             weights = step.kept.get(weights_out)
             names[op.weights] = factors(names).clone() if weights is None else weights.copy_(factors(names))
 
     return run
 
 
+def _rotated(
+    x: torch.Tensor, rotation: Rotation | None, spec: IndexerSpec, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Queries or keys `[tokens, heads, key]`, with those elements first that rotate: no product of them depends on
+    their order.
+    """
+    x = x.roll(spec.rope.dim, -1) if spec.rotates_last and spec.rope is not None else x
+    return rotate(x, rotation, None, spec.eps, out)
+
+
 def choose(op: Choose, at: OpContext) -> Run:
     spec, mixer, model, kv = op.attention.indexer, op.attention, at.model, at.model.page_index[at.index]
     assert spec is not None and mixer.top_k is not None, "the layer has an indexer"
-    width, top_k, kept = spec.key_dim, mixer.top_k_within(model.max_model_len), Kept(op.out, (mixer.top_k,), True)
+    width, top_k, kept = spec.kept_dim, mixer.top_k_within(model.max_model_len), Kept(op.out, (mixer.top_k,), True)
 
     def run(step: Step) -> None:
         if top_k is None:
@@ -45,7 +63,8 @@ def choose(op: Choose, at: OpContext) -> Run:
         names = step.names
         with span("attn.index"):
             attention, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
-            found = attention.choose(names[op.q], names[op.weights], k[..., -width:], top_k, step.kept.get(kept))
+            own, biases = (names[op.q], names[op.weights]), None if op.biases is None else at.weights[op.biases]
+            found = attention.choose(*own, k[..., -width:], top_k, step.kept.get(kept), biases)
             names[op.out] = found
 
     return run

@@ -68,6 +68,7 @@ def latent_attend(op: LatentAttend, at: OpContext) -> Run:
             ways = LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, absorbed, weights.get(op.bias))
             q, cache, out = step.names[op.q], k[..., :head_dim], step.kept.get(kept)
             chosen = None if scores.top_k is None or op.chosen is None else step.names[op.chosen]
-            step.names[op.out] = of_group.run_latents(q, cache, ways, out, scores, chosen)
+            sinks = None if op.sinks is None else at.weights[op.sinks]
+            step.names[op.out] = of_group.run_latents(q, cache, ways, out, scores, chosen, sinks)
 
     return run

@@ -158,6 +158,10 @@ class LatentSpec:
     form: str = ""
     """Tells its projections apart from those of other layers' latents of other sizes; see `Projection`."""
 
+    def input_gate(self, gate: OutputGate | None) -> int:
+        """Elements of the gates that the layer's input gives each head."""
+        return self.value_dim if gate is OutputGate.APART else int(gate is OutputGate.OF_HEADS)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -349,7 +353,7 @@ class AttentionSpec:
             latent.value_dim,
             both=latent.both,
             gate=latent.value_dim if self.output_gate is OutputGate.BESIDE_QUERIES else 0,
-            gate_of_heads=self.output_gate is OutputGate.OF_HEADS,
+            input_gate=latent.input_gate(self.output_gate),
             form=latent.form,
             is_shared=self.shares_kv,
         )
@@ -366,10 +370,10 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KvShape:
-        """Of its keys and values, with the indexer's key at the end: of a block indexer, parts of it behind the key and
-        the value of each head.
+        """Of its keys and values, with what the indexer keeps at the end: of a block indexer, parts of it behind the
+        key and the value of each head.
         """
-        further = 0 if self.indexer is None else self.indexer.key_dim
+        further = 0 if self.indexer is None else self.indexer.kept_dim
         if self.shares_kv:
             return KvShape(1, further)
         if (index := self.block_indexer) is not None:

@@ -22,6 +22,7 @@ from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
+from .hyper_connections import HyperConnectionSpec
 from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec, ropes_of
 from .norms import NormSpec
 from .positions import PositionTable
@@ -286,7 +287,7 @@ class ModelConfig:
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @property
-    def streams(self) -> StreamsSpec | None:
+    def streams(self) -> StreamsSpec | HyperConnectionSpec | None:
         """The streams of the residual, in all layers; None where it is one."""
         return self.layers[0].streams
 

@@ -32,6 +32,16 @@ class ClampedSwiglu:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class LimitedSwiglu:
+    """`silu(gate) · up`, with gate at most `limit` and up within ± `limit` (HY V4, GLM-5.3-Flash)."""
+
+    limit: float
+
+    def __str__(self) -> str:
+        return f"silu within ±{self.limit:g}"
+
+
 class UngatedActivation(StrEnum):
     """Activation of a feed-forward part without a gate, by transformers' names."""
 
@@ -50,6 +60,10 @@ class UngatedActivation(StrEnum):
     """See `ops.elementwise.elementwise.xielu`; each layer has learned parameters (Apertus)."""
 
 
+#: Activations of experts.
+ExpertActivation = Activation | ClampedSwiglu | LimitedSwiglu | UngatedActivation
+
+
 @dataclass(frozen=True, slots=True)
 class GatedSpec:
     """`factor · down(activation(gate_factor · gate(x)) · up(x))`."""
@@ -57,7 +71,7 @@ class GatedSpec:
     size: int
     """Width of gate and up."""
 
-    activation: Activation | ClampedSwiglu = Activation.SILU
+    activation: Activation | ClampedSwiglu | LimitedSwiglu = Activation.SILU
     bias: bool = False
 
     form: str = ""
@@ -120,10 +134,13 @@ class Experts:
     """Width of an expert's gate and up."""
 
     routing: Routing
-    activation: Activation | ClampedSwiglu | UngatedActivation = Activation.SILU
+    activation: ExpertActivation = Activation.SILU
 
     shared_size: int = 0
     """Width of the gate and up of an expert that every token goes to; 0: there is none."""
+
+    shared_activation: ExpertActivation | None = None
+    """The shared expert's; None: that of the others."""
 
     shared_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of a product of x (Qwen3.5)."""

@@ -43,6 +43,21 @@ class IndexerSpec:
     grows: bool = False
     """Its queries grow as `AttentionSpec.grows` says."""
 
+    rotates_last: bool = False
+    """The last elements rotate instead (HY V4)."""
+
+    pool: int = 0
+    """Tokens that are chosen together; 0: each by itself. A whole pool has one key: the sum of its tokens' keys, each
+    element weighted by a softmax over them of `gate[s] + bias`. Gates are made of the layer's input and kept next to
+    keys, and biases are learned, of each place of a pool. The tokens behind the last whole pool are attended to in any
+    case (GLM-5.3-Flash).
+    """
+
+    @property
+    def kept_dim(self) -> int:
+        """Elements of a token that are kept."""
+        return self.key_dim * (2 if self.pool else 1)
+
     @property
     def query_size(self) -> int:
         """Elements of the queries of a token."""

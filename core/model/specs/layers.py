@@ -26,6 +26,7 @@ from ....memory.pages.layer_projections import (
 from ....memory.pages.projections import Projection
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
+from .hyper_connections import HyperConnectionSpec
 from .norms import NormGates, Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
@@ -89,6 +90,20 @@ class StreamsSpec:
     scaled: bool = True
     """The active stream is multiplied by learned numbers where it gates the layer's further input."""
 
+    @property
+    def made(self) -> int:
+        """Streams that matrices of the model make of the first one, and that others join with it."""
+        return self.count - 1
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """Those of a layer which adapters may change."""
+        return low_rank_projections(hidden, self.rank)
+
+    def num_weights(self, hidden: int, layers: int) -> int:
+        """Weights of the model's own matrices."""
+        del layers
+        return 2 * self.made * hidden**2
+
 
 @dataclass(frozen=True, slots=True)
 class MixerBeside:
@@ -149,8 +164,10 @@ class LayerSpec:
     media_part: int = 0
     """The part of images' rows that is added to the residual stream behind the layer; 0: none is. See `MediaRows`."""
 
-    streams: StreamsSpec | None = None
-    """None: the residual is one stream. A layer of several is whole, has `Norms.AROUND` and a further input."""
+    streams: StreamsSpec | HyperConnectionSpec | None = None
+    """None: the residual is one stream. A layer of several is whole; with a `StreamsSpec` it has `Norms.AROUND` and a
+    further input.
+    """
 
     out_eps: float | None = None
     """Of the norms of what its parts add; None: that of the others (Muse Glimmer)."""
@@ -223,7 +240,7 @@ class LayerSpec:
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
         further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
-        further += () if self.streams is None else low_rank_projections(hidden, self.streams.rank)
+        further += () if self.streams is None else self.streams.projections(hidden)
         if (gates := self.norm_gates) is not None:
             further += norm_gate_projections(hidden, gates.rank, gates.norms)
         parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]

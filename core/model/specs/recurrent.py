@@ -133,6 +133,11 @@ class RecurrentSpec(ABC):
         divides all.
         """
 
+    @property
+    def no_native(self) -> str | None:
+        """What it has that the native library does not compute; None: it computes all of it."""
+        return None
+
     @abstractmethod
     def native_shape(self) -> NativeShape:
         """How the native library has it."""
@@ -195,6 +200,9 @@ class GatedDeltaSpec(RecurrentSpec):
     a decay, there are as many heads of values as of keys, all is parted, and gates are sigmoids (Kimi Delta Attention,
     arXiv 2510.26692). 0: each head has a decay, made of the layer's input.
     """
+
+    lowest: float | None = None
+    """Logarithms of decays of channels are between this and 0 (GLM-5.3-Flash); None: they have no bound."""
 
     @property
     def k_size(self) -> int:
@@ -259,9 +267,8 @@ class GatedDeltaSpec(RecurrentSpec):
 
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
         others = found["dt_bias"], found["A_log"], found["norm.weight"]
-        return DeltaWeights(
-            _taps(found["conv1d.weight"]), *others, self.eps, self.beta, by_channel=bool(self.gate_rank)
-        )
+        own = {"by_channel": bool(self.gate_rank), "lowest": self.lowest}
+        return DeltaWeights(_taps(found["conv1d.weight"]), *others, self.eps, self.beta, **own)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
@@ -278,6 +285,11 @@ class GatedDeltaSpec(RecurrentSpec):
         """See `RecurrentSpec.why_not`."""
         name = "linear_num_heads" if self.gate_rank else "linear_num_key_heads"
         return f"{name} {self.num_k_heads}" if self.num_k_heads % size else None
+
+    @property
+    def no_native(self) -> str | None:
+        """See `RecurrentSpec.no_native`."""
+        return None if self.lowest is None else "decay with a lower bound"
 
     def native_shape(self) -> NativeShape:
         """See `RecurrentSpec.native_shape`."""

@@ -94,8 +94,10 @@ class TensorNames:
     has the part under its own name has it there. A part with the end of its tensor's name, such as
     `mlp.gate.e_score_correction_bias`, is that tensor alone."""
 
-    older: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """A part of a layer → its name in checkpoints that don't have it under that of `names`."""
+    older: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """A part of a layer → its name, or names, in checkpoints that don't have it under that of `names`; as there, also
+    those of a tensor alone.
+    """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order; used unless the checkpoint has a

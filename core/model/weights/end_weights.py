@@ -11,9 +11,10 @@ import torch
 
 from ..checkpoints.quantization.groups import plain
 from ..specs.config import ModelConfig
+from ..specs.hyper_connections import HyperConnectionSpec
 from .kept_weights import moved_norm
 from .layer_weights import LayerWeights
-from .slots import stream_slots
+from .slots import JOINED, stream_slots
 from .weights import Pack, Weights
 
 
@@ -46,7 +47,14 @@ def end_weights(
     if config.layer_inputs is not None:
         rows, found["inputs"], norm = weights.layer_inputs(kept)
         found |= {"input_table": rows.to(device), "inputs_norm": moved_norm(norm, config.norm, device, dtype)}
-    if (streams := stream_slots(config.streams)) is not None:
-        pairs = zip(streams, weights.streams(kept), strict=True)
-        found |= {slot: matrix for slots, own in pairs for slot, matrix in zip(slots, own, strict=True)}
-    return found
+    return found | _of_streams(config, weights, kept, device)
+
+
+def _of_streams(config: ModelConfig, weights: Weights, kept: Pack | None, device: torch.device) -> dict[str, Any]:
+    """What makes several streams of the residual stream, and joins them."""
+    if isinstance(config.streams, HyperConnectionSpec) and config.streams.joined:
+        return {slot: each.to(device) for slot, each in zip(JOINED, weights.hyper_head(), strict=True)}
+    if (streams := stream_slots(config.streams)) is None:
+        return {}
+    pairs = zip(streams, weights.streams(kept), strict=True)
+    return {slot: matrix for slots, own in pairs for slot, matrix in zip(slots, own, strict=True)}

@@ -127,10 +127,12 @@ class _Counts:
                 yield from ((slot, part, *self._kept(slot, part, form)) for part, form in pairs)
 
     def _slots(self) -> Iterator[tuple[str, Slot, list[SlotTensor]]]:
-        """The rank's slots, with the parts of each that a checkpoint has."""
+        """The rank's slots, with the parts of each: those that a checkpoint has, and numbers beside them."""
         every = ((at, slot) for at, slot in slots_of(self.config) if not (slot.first_rank and self.shard.rank))
         kept = ((at, slot) for at, slot in every if slot.keep is not Keep.UNUSED)
-        return ((at, slot, [part for part in slot.tensors if not part.made]) for at, slot in kept)
+        return (
+            (at, slot, [part for part in slot.tensors if not part.made or slot.keep is Keep.PLAIN]) for at, slot in kept
+        )
 
     def _forms(self, slot: Slot, names: Sequence[str], parts: Sequence[SlotTensor]) -> Sequence[Narrow | None]:
         """How the matrices of a slot are stored. On a GPU, experts of a layer must lie in memory alike."""

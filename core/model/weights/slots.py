@@ -19,6 +19,7 @@ from ....memory.pages.projections import NORM_GATES, SMALL_GROUPS, Group, Projec
 from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
@@ -71,6 +72,12 @@ _NORMS = {
     Norms.BEHIND_MIXER: ("attention_out_norm",),
     Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
 }
+
+#: Hyper-connections of a layer's two parts, and the slots of their matrix, base and scale: see `HyperConnectionSpec`.
+CONNECTIONS = {f"{part}_hc": (f"{part}_hyper", f"{part}_hyper_base", f"{part}_hyper_scale") for part in ("attn", "ffn")}
+
+#: Those of what joins the streams behind all layers.
+JOINED = ("hyper_head", "hyper_head_base", "hyper_head_scale")
 
 #: Parameters of xIELU, each one number.
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
@@ -173,9 +180,9 @@ class StreamSlots(NamedTuple):
     joined: tuple[str, ...]
 
 
-def stream_slots(streams: StreamsSpec | None) -> StreamSlots | None:
-    """The slots of a model's own matrices of several streams; None: its residual is one stream."""
-    if streams is None:
+def stream_slots(streams: StreamsSpec | HyperConnectionSpec | None) -> StreamSlots | None:
+    """The slots of a model's own matrices of several streams; None: no matrix makes its streams."""
+    if not isinstance(streams, StreamsSpec):
         return None
     others = range(1, streams.count)
     return StreamSlots(tuple(f"stream_in_{at}" for at in others), tuple(f"stream_out_{at}" for at in others))
@@ -214,9 +221,7 @@ class _Layer:
         if spec.attention is not None:
             yield from _of_heads(spec.attention)
             if (index := spec.attention.indexer) is not None:
-                ends = (f"self_attn.indexer.k_norm.{end}" for end in ("weight", "bias"))
-                yield Slot("index_norm", tuple(SlotTensor(path, (index.key_dim,)) for path in ends), Keep.NORM)
-                yield from _of_index_queries(index, self._hidden)
+                yield from _of_indexer(index, self._hidden)
             if (blocks := spec.attention.block_indexer) is not None:
                 for name in ("q_norm", "k_norm"):
                     tensor = SlotTensor(f"self_attn.indexer.{name}.weight", (blocks.key_dim,))
@@ -295,8 +300,10 @@ class _Layer:
             made = SlotTensor("", (inputs.outputs,), _rows(inputs), made=second.section_factors)
             yield Slot("beside_factors", (made,), Keep.PLAIN)
         yield from self._matrices(Group.BESIDE_OUT)
-        if self._spec.streams is not None:
-            yield from self._of_streams(self._spec.streams)
+        if isinstance(streams := self._spec.streams, StreamsSpec):
+            yield from self._of_streams(streams)
+        elif streams is not None:
+            yield from self._of_connections(streams)
 
     def _of_streams(self, streams: StreamsSpec) -> Iterator[Slot]:
         count, hidden = streams.count, self._hidden
@@ -309,6 +316,13 @@ class _Layer:
             yield Slot(f"stream_{name}", (tensor,), Keep.PLAIN)
         keep = Keep.PLAIN if streams.scaled else Keep.UNUSED
         yield self._vector("stream_scale", "altup.correct_output_scale", keep)
+
+    def _of_connections(self, hyper: HyperConnectionSpec) -> Iterator[Slot]:
+        """Of the hyper-connections of both parts: see `CONNECTIONS`."""
+        ends = {"fn": (hyper.rows, hyper.count * self._hidden), "base": (hyper.rows,), "scale": (hyper.scales,)}
+        for path, names in CONNECTIONS.items():
+            for name, (end, shape) in zip(names, ends.items(), strict=True):
+                yield Slot(name, (SlotTensor(f"{path}.{end}", shape),), Keep.FLOAT32)
 
     def _mixture(self, spec: Experts) -> Iterator[Slot]:
         """Of the layer's mixture of experts. What chooses among experts is float32 whatever the model's dtype."""
@@ -356,11 +370,28 @@ class _Layer:
         return Slot(f"{EXPERTS}.{name}", tensors, keep, None if is_bias else group, first_rank, count=count)
 
 
+def _of_indexer(index: IndexerSpec, hidden: int) -> Iterator[Slot]:
+    """The norms of its keys and of what its queries are made of, how these grow, and what makes keys of pools."""
+    at, width = "self_attn.indexer", index.key_dim
+    ends = tuple(SlotTensor(f"{at}.k_norm.{end}", (width,)) for end in ("weight", "bias"))
+    yield Slot("index_norm", ends, Keep.NORM)
+    if index.pool:
+        yield Slot("index_gates", (SlotTensor(f"{at}.index_kpool_compress_gate", (width, hidden)),), Keep.PLAIN)
+        yield Slot("index_biases", (SlotTensor(f"{at}.index_kpool_compress_ape", (index.pool, width)),), Keep.FLOAT32)
+    if index.norms_input:
+        ends = tuple(SlotTensor(f"{at}.q_input_norm.{end}", (hidden,)) for end in ("weight", "bias"))
+        yield Slot("index_input_norm", ends, Keep.NORM)
+    if index.grows:
+        parts = (f"{at}.softmax_scaling.{part}" for part in ("scale", "bias"))
+        yield Slot("index_growth", tuple(SlotTensor(path, (index.heads,)) for path in parts), Keep.PLAIN)
+
+
 def _of_attention(mixer: AttentionSpec) -> Iterator[Slot]:
     """What attention has beside matrices and what is done to heads."""
     heads = mixer.num_heads
     if mixer.sinks:
-        yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), Keep.PLAIN)
+        keep = Keep.PLAIN if mixer.latent is None else Keep.FLOAT32
+        yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), keep)
     if slopes := mixer.slopes:
         yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
     if (difference := mixer.difference) is not None:
@@ -398,16 +429,6 @@ def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
         if width and not (mixer.shares_kv and name == "k_norm"):
             rows = ((width, units),) if units else ()
             yield Slot(name, tuple(SlotTensor(f"self_attn.{name}.{end}", (width,), rows) for end in ends), Keep.NORM)
-
-
-def _of_index_queries(index: IndexerSpec, hidden: int) -> Iterator[Slot]:
-    """The norm of what an indexer's queries are made of, and how they grow."""
-    if index.norms_input:
-        ends = (f"self_attn.indexer.q_input_norm.{end}" for end in ("weight", "bias"))
-        yield Slot("index_input_norm", tuple(SlotTensor(path, (hidden,)) for path in ends), Keep.NORM)
-    if index.grows:
-        parts = (f"self_attn.indexer.softmax_scaling.{part}" for part in ("scale", "bias"))
-        yield Slot("index_growth", tuple(SlotTensor(path, (index.heads,)) for path in parts), Keep.PLAIN)
 
 
 def _of_latents(latent: LatentSpec, mixer: AttentionSpec) -> Iterator[Slot]:

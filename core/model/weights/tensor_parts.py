@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ....memory.pages.projections import UnitRows
 from ..specs.config import ModelConfig, UnsupportedModel
+from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
 from .slots import Keep, Slot, SlotTensor, slots
@@ -26,6 +27,9 @@ _MATRICES = ("gate_proj", "up_proj", _OUTPUTS)
 
 #: Of several streams, by number.
 STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
+
+#: What joins the streams of hyper-connections: see `HyperConnectionSpec.joined`.
+HYPER_HEAD = ("model.hc_head.hc_fn", "model.hc_head.hc_base", "model.hc_head.hc_scale")
 
 POSITIONS, EMBED_NORM = "model.position_table.weight", "model.embed_norm.weight"
 
@@ -65,7 +69,7 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
-    shapes |= dict.fromkeys(stream_parts(config), (hidden, hidden))
+    shapes |= dict.fromkeys(stream_parts(config), (hidden, hidden)) | _hyper_head(config)
     for media in config.media:
         shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
         shapes[MEDIA_NORM.format(media.module)] = (media.width,)
@@ -81,6 +85,13 @@ def _of_positions(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if (rope := config.learned_rope) is not None:
         found[ROPE_FACTORS] = (rope.dim // 2,)
     return found
+
+
+def _hyper_head(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of what joins the streams of hyper-connections, if anything does."""
+    if not isinstance(hyper := config.streams, HyperConnectionSpec) or not hyper.joined:
+        return {}
+    return dict(zip(HYPER_HEAD, ((hyper.count, hyper.count * config.hidden_size), (hyper.count,), (1,)), strict=True))
 
 
 def model_part(name: str, shape: tuple[int, ...]) -> SlotTensor:
@@ -108,7 +119,7 @@ def quantised_parts(config: ModelConfig) -> set[str]:
 
 def stream_parts(config: ModelConfig) -> list[str]:
     """The model's own matrices of streams: those that make streams, and those that join them."""
-    others = range(0 if config.streams is None else config.streams.count - 1)
+    others = range(0 if config.streams is None else config.streams.made)
     return [name.format(stream) for name in (STREAM_IN, STREAM_OUT) for stream in others]
 
 
@@ -150,7 +161,8 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, EMBED_NORM, LM_HEAD)}
     for part in model_parts(config):
         around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
-        found.setdefault(part, biases.get(part) or Source(around + part.removeprefix(_MODEL)))
+        own = biases.get(part) or Source(_plain_source(tensors, around, part.removeprefix(_MODEL), names))
+        found.setdefault(part, own)
     for index, layer in enumerate(config.layers):
         at = f"{prefix}{tensors.layers}.{index}."
         shapes = _layer_shapes(layer, config)
@@ -193,11 +205,13 @@ def _layer_source(
 
 
 def _plain_source(tensors: TensorNames, at: str, part: str, names: Container[str]) -> str:
-    """The tensor that has a part of a layer, and no other part."""
+    """The tensor that has a part of a layer, or of the model, and no other part."""
     path, dot, kind = part.rpartition(".")
     given = tensors.names.get(part) or f"{tensors.names.get(path, path)}{dot}{kind}"
-    older = f"{tensors.older.get(path, path)}{dot}{kind}"
-    return _either(_either(at + given, at + older, names), at + part, names)
+    older = tensors.older.get(part) or tensors.older.get(path, path)
+    end = "" if part in tensors.older else dot + kind
+    others = (f"{at}{each}{end}" for each in ((older,) if isinstance(older, str) else older))
+    return next((each for each in (at + given, *others, at + part) if each in names), at + given)
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:

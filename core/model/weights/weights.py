@@ -30,6 +30,7 @@ from .slots import EXPERTS, IMAGE_EXPERTS, RECURRENT, Keep, Part, Slot, SlotTens
 from .tensor_parts import (
     EMBED,
     EMBED_NORM,
+    HYPER_HEAD,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
@@ -139,9 +140,13 @@ class Weights(ABC):
         """The matrices that make all streams but the first of embeddings, and those that streams go through behind all
         layers; none for a model of one stream.
         """
-        others = range(0 if self._config.streams is None else self._config.streams.count - 1)
+        others = range(0 if self._config.streams is None else self._config.streams.made)
         made, joined = ([self._whole(name.format(at), pack) for at in others] for name in (STREAM_IN, STREAM_OUT))
         return made, joined
+
+    def hyper_head(self) -> tuple[torch.Tensor, ...]:
+        """What joins the streams of hyper-connections behind all layers, float32: see `HYPER_HEAD`."""
+        return tuple(self._read(name, dtype=torch.float32) for name in HYPER_HEAD)
 
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""

@@ -157,5 +157,13 @@ FAMILIES |= {
         "index_n_heads": 8,
         "index_topk_freq": 4,
     },
+    "hy-v4": {
+        **FAMILIES["deepseek-v3"],
+        "architectures": ["HYV4ForCausalLM"],
+        "model_type": "hy_v4",
+        "index_topk": 512,
+        "index_head_dim": 64,
+        "index_n_heads": 8,
+    },
 }
 """Of each family."""

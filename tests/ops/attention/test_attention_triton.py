@@ -85,6 +85,7 @@ CASES = [
     Case(20, 1, 40, 16, (1, 64, 330), seed=17, scale=0.2, value_dim=32),
     Case(5, 1, 34, 5, (37, 5), seed=18, value_dim=24),
     Case(2, 1, 576, 16, (530, 16), seed=19, value_dim=512),
+    Case(20, 1, 40, 16, (1, 64, 330), seed=20, value_dim=32, has_sinks=True),
 ]
 
 
@@ -151,7 +152,7 @@ class Inputs:
             return attention.run(q, *caches, scores=its.scores, sinks=self.sinks, kv_scales=its.kv_scales)
         same = torch.eye(its.value_dim, dtype=q.dtype, device=q.device).repeat(2 * its.heads, 1)
         heads = LatentHeads(same, its.heads, its.value_dim, its.head_dim - its.value_dim)
-        return attention.run_latents(q, caches[0], heads, scores=its.scores)
+        return attention.run_latents(q, caches[0], heads, scores=its.scores, sinks=self.sinks)
 
 
 def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, **more: Any) -> Any:

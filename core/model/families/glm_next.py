@@ -1,0 +1,172 @@
+"""GLM-5.3-Flash, as the text part of its model of images: layers of Kimi Delta Attention, and of latent attention
+without rope to the pools of tokens that an indexer chooses; hyper-connections that mix streams; limited activations.
+
+Tests: tests/core/layers/test_pooled_indexer.py, tests/core/layers/test_hyper_connections.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.feed_forward import Experts, GatedSpec, LimitedSwiglu
+from ..specs.hyper_connections import HyperConnectionSpec
+from ..specs.indexer import IndexerSpec
+from ..specs.layers import LayerSpec
+from ..specs.recurrent import GatedDeltaSpec, RecurrentSpec
+from ..specs.tensor_names import JOINED_CONVS, TensorNames
+from . import glm_moe, latent, reading
+
+_LINEAR, _INDEXED = "linear_attention", "indexed_attention"
+
+#: Fields of `linear_attn_config` in published checkpoints, and transformers' names.
+_LINEAR_FIELDS = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+#: The bound of decays where no field says another one.
+_LOWEST = -5.0
+
+#: Of the norm of an indexer's keys.
+_INDEX_EPS = 1e-6
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    if (activation := fields.text("hidden_act", "silu")) != "silu":
+        raise fields.refuse("hidden_act", f"limited activations are supported with silu alone, not with {activation}")
+    eps, limit = reading.rms_norm(fields).eps, LimitedSwiglu(fields.number("swiglu_limit"))
+    model = glm_moe.model(fields, _mixers(fields, eps), _NAMES, has_experts=reading.mlp_layer_types(fields, 3))
+    rounds = max(1, fields.integer("hc_sinkhorn_iters", least=0))
+    streams = HyperConnectionSpec(fields.integer("hc_mult"), eps, fields.number("hc_eps"), rounds=rounds, joined=False)
+    layers = list[LayerSpec]()
+    for layer in model.layers:
+        own = layer.feed_forward
+        own = replace(own, activation=limit) if isinstance(own, Experts | GatedSpec) else own
+        layers.append(replace(layer, streams=streams, feed_forward=own))
+    return replace(model, layers=tuple(layers))
+
+
+def _mixers(fields: ConfigJson, eps: float) -> list[AttentionSpec | RecurrentSpec]:
+    types, kinds = _types(fields), latent.indexer_kinds(fields, may_begin_shared=True)
+    for index, (kind, own) in enumerate(zip(types, kinds, strict=True)):
+        is_behind = index > 0 and types[index - 1] == _INDEXED and kinds[index - 1] == latent.FULL
+        if kind == _INDEXED and own == latent.SHARED and not is_behind:
+            why = f"layer {index} shares a choice, and transformers takes one of the layer right before it alone"
+            raise fields.refuse("indexer_types", why)
+    full, delta = _attention(fields, eps), _delta(fields, eps)
+    of_kind = {latent.FULL: full, latent.SHARED: replace(full, indexer=None, form="shared")}
+    return [delta if kind == _LINEAR else of_kind[own] for kind, own in zip(types, kinds, strict=True)]
+
+
+def _types(fields: ConfigJson) -> list[str]:
+    """Kinds of layers: by default every fourth one has attention."""
+    count = fields.integer("num_hidden_layers")
+    if fields.is_missing("layer_types"):
+        return [_INDEXED if index % 4 == 3 else _LINEAR for index in range(count)]
+    types = [_INDEXED if kind == reading.FULL else kind for kind in fields.texts("layer_types")]
+    if unknown := [kind for kind in types if kind not in (_LINEAR, _INDEXED)]:
+        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {_LINEAR}, {_INDEXED}")
+    if len(types) != count:
+        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    return types
+
+
+def _attention(fields: ConfigJson, eps: float) -> AttentionSpec:
+    """Latent attention with an indexer of pools."""
+    if fields.integer("qk_rope_head_dim", least=0):
+        raise fields.refuse("qk_rope_head_dim", "transformers rotates nothing in this family; only 0 is supported")
+    if fields.is_null("q_lora_rank"):
+        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
+    if not fields.boolean("index_kpool_always_select_tail"):
+        raise fields.refuse("index_kpool_always_select_tail", "first tokens would see nothing; only true is supported")
+    own, pool = latent.attention(fields, rotates=False), fields.integer("index_kpool")
+    if (top_k := fields.integer("index_topk")) % pool:
+        raise fields.refuse("index_topk", f"index_kpool is {pool}; it must be a multiple of that")
+    assert own.latent is not None, "`latent.attention` has latents"
+    index = IndexerSpec(fields.integer("index_n_heads"), fields.integer("index_head_dim"), None, _INDEX_EPS, pool=pool)
+    return replace(own, latent=replace(own.latent, eps=eps), top_k=top_k + pool - 1, indexer=index)
+
+
+def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
+    inner = fields.object("linear_attn_config") or fields.part("linear_attn_config", {})
+    fields = fields.with_values({name: inner.integer(own) for own, name in _LINEAR_FIELDS.items() if inner.has(own)})
+    heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
+    return GatedDeltaSpec(
+        heads,
+        heads,
+        k_dim=size,
+        v_dim=size,
+        eps=eps,
+        conv_size=fields.integer("linear_conv_kernel_dim", least=2),
+        gate_rank=size,
+        lowest=_lowest(fields, inner),
+    )
+
+
+def _lowest(fields: ConfigJson, inner: ConfigJson) -> float | None:
+    """The bound of decays. inner: fields of published checkpoints, which come first."""
+    own, name = (inner, "gate_lower_bound") if "gate_lower_bound" in inner.raw else (fields, "linear_lower_bound")
+    found = own.raw.get(name, _LOWEST)
+    if inner.raw and found is None and inner.raw.get("safe_gate", True):
+        found = _LOWEST
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int | float) or not -1e6 < found < 0):
+        raise own.refuse(name, "a finite number below 0 is needed, or null for none")
+    return None if found is None else float(found)
+
+
+_FORGET_GATE = ("f_a_proj", "f_b_proj", "A_log", "dt_bias")
+_NAMES = TensorNames(
+    prefixes=("model.language_model.", "model."),
+    names={
+        **glm_moe.NAMES,
+        **{f"self_attn.{each}": f"self_attn.forget_gate.{each}" for each in _FORGET_GATE},
+        "self_attn.norm": "self_attn.o_norm",
+        **{f"{part}_hc.{end}": f"hc_{part}_{end}" for part in ("attn", "ffn") for end in ("fn", "base", "scale")},
+    },
+    joined=JOINED_CONVS,
+    adapter_names={f"self_attn.{each}": f"self_attn.{each}" for each in _FORGET_GATE[:2]},
+    left_out=("visual.", "model.visual."),
+)
+GLM_5_NEXT_TEXT = Family(
+    "GLM-5.3-Flash (text)",
+    (),
+    _read,
+    {
+        **latent.DEFAULTS,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_kpool": 16,
+        "index_kpool_always_select_tail": True,
+        "qk_rope_head_dim": 0,
+        "qk_nope_head_dim": 256,
+        "v_head_dim": 256,
+        "num_key_value_heads": 64,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 288,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "swiglu_limit": 10.0,
+        "linear_head_dim": 128,
+        "linear_num_heads": 64,
+        "linear_conv_kernel_dim": 4,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+    },
+    _NAMES,
+    nulls=("indexer_types", "index_topk_pattern", "linear_lower_bound", "gate_lower_bound", "num_key_value_heads"),
+    shape=text_shape(154880, 4096, 12288, 45, 64),
+)
