@@ -6,7 +6,7 @@ Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_ex
 from __future__ import annotations
 
 from ...ops.library.native_descriptors import NativeActivation
-from .specs.feed_forward import Activation, UngatedActivation
+from .specs.feed_forward import Activation, BoundedSwiglu, UngatedActivation
 from .specs.norms import NormKind
 
 _GATED = {
@@ -25,8 +25,10 @@ _UNGATED = {
 }
 
 
-def native_activation(activation: Activation | UngatedActivation) -> NativeActivation | None:
+def native_activation(activation: Activation | BoundedSwiglu | UngatedActivation) -> NativeActivation | None:
     """The name of an activation of a feed-forward part or of experts; None: the library does not compute it."""
+    if isinstance(activation, BoundedSwiglu):
+        return None
     return _GATED.get(activation) if isinstance(activation, Activation) else _UNGATED.get(activation)
 
 

@@ -73,7 +73,7 @@ class Group(IntEnum):
     BESIDE_OUT = 20
 
     LOW_RANK_DOWN = 21
-    """The first of two small matrices beside a mixer; likewise `LOW_RANK_UP`."""
+    """The first of two small matrices beside a mixer, or of those around experts; likewise `LOW_RANK_UP`."""
 
     LOW_RANK_UP = 22
 
@@ -112,7 +112,7 @@ INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
 #: Those of a recurrent mixer beside attention.
 BESIDE_GROUPS = (Group.BESIDE_IN, Group.BESIDE_OUT)
 
-#: Those of two small matrices beside a mixer (LAuReL); all TP ranks have them.
+#: Those of two small matrices beside a mixer (LAuReL), or around experts (Muse Spark); all TP ranks have them.
 LOW_RANK_GROUPS = (Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
 
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.

@@ -33,7 +33,7 @@ from chorus.ops.moe.expert_gemms import Panels
 
 from ..graphs.host_device import HostDevice
 from .test_families import executor_of, logits_of
-from .tiny_families import EXPERTS, save_family
+from .tiny_families import EXPERTS, load_model, save_family
 
 pytestmark = pytest.mark.wide
 
@@ -126,16 +126,14 @@ def test_random_weights_need_no_checkpoint(tmp_path, family):
 
 def stack_experts(directory: Path) -> None:
     """Rewrite a checkpoint with one tensor for all experts' matrices, as transformers has them in memory."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = load_model(directory, dtype=torch.float32)
     tensors = {
         name.replace("_moe.router.w", "_moe.router.layer.w"): tensor.contiguous()
         for name, tensor in model.state_dict().items()
     }
     if model.config.model_type == "phimoe":  # no file has its router's name in memory
         tensors = {name.replace("mlp.router", "mlp.gate"): tensor for name, tensor in tensors.items()}
-    if model.config.tie_word_embeddings:
+    if getattr(model.config, "tie_word_embeddings", False):
         del tensors["lm_head.weight"]
     for file in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
         file.unlink()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..kept import KeptAnswers, kept_files
-from .tiny_families import NO_OUT_PROJ, Tiny, load_peft, save_family, without_conversion
+from .tiny_families import NO_OUT_PROJ, Tiny, load_model, load_peft, save_family, without_conversion
 
 ATTENTION = ["q_proj", "o_proj", "in_proj_z", "in_proj", "out_proj"]
 SHARED = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate", "input_linear", "output_linear"]
@@ -62,10 +62,8 @@ def make_mixture(name: str, recipes: Mapping[str, Mapping[str, Any]] = ADAPTERS)
 
 @without_conversion()
 def _save_mixture(name: str, root: Path, recipes: Mapping[str, Mapping[str, Any]]) -> None:
-    from transformers import AutoModelForCausalLM
-
     save_family(name, root / "model")
-    base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    base = load_model(root / "model", dtype=torch.float32)
     for seed, (adapter, recipe) in enumerate(recipes.items()):
         fields = dict(recipe)
         if name.startswith(NO_OUT_PROJ):

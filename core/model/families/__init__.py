@@ -48,6 +48,7 @@ from . import (
     latent_dense,
     lfm2,
     lfm3,
+    ling,
     llama,
     llama_4,
     mamba_1,
@@ -80,6 +81,7 @@ from . import (
     smollm3,
     stablelm,
     starcoder2,
+    step,
 )
 
 ALL: tuple[Family, ...] = (
@@ -216,6 +218,7 @@ ALL: tuple[Family, ...] = (
     cohere.COHERE_2_MOE,
     nanochat.NANOCHAT,
     kimi_linear.KIMI_LINEAR,
+    ling.LING_2_6,
     seeing.LLAVA,
     seeing.LLAVA_NEXT,
     seeing.GRANITE_4_VISION,
@@ -257,6 +260,8 @@ ALL: tuple[Family, ...] = (
     seeing_texts.LLAMA_3_2_VISION_TEXT,
     seeing_texts.FUYU,
     muse.GLIMMER,
+    muse.SPARK,
+    step.STEP_3_7,
     phi.PHI_4_MULTIMODAL,
     seeing_texts.NEMOTRON_OMNI,
     seeing.PALIGEMMA,

@@ -19,7 +19,7 @@ from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.moe.expert_tiles import ExpertTiles, Stack
 from ....ops.moe.expert_tiles_schedule import UNSORTED_ROWS, ExpertLaunches, Gate
 from ....ops.moe.routing_schedule import choice_constants
-from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, UngatedActivation
+from ..specs.feed_forward import Activation, BoundedSwiglu, ClampedSwiglu, Experts, Routing, UngatedActivation
 from .experts import APART, ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
@@ -103,7 +103,7 @@ class StackedExperts(ExpertWeights):
         return added.by_pair(y)
 
 
-def _gate_of(activation: Activation | ClampedSwiglu | UngatedActivation) -> Gate | None:
+def _gate_of(activation: Activation | BoundedSwiglu | ClampedSwiglu | UngatedActivation) -> Gate | None:
     """The activation as the launch of gate and up computes it; None: it does not."""
     match activation:
         case ClampedSwiglu(alpha, limit):
@@ -112,7 +112,7 @@ def _gate_of(activation: Activation | ClampedSwiglu | UngatedActivation) -> Gate
             return Gate(Gating.SILU)
         case Activation.GELU_TANH:
             return Gate(Gating.GELU)
-        case Activation.RELU_SQUARED | UngatedActivation():
+        case Activation.RELU_SQUARED | BoundedSwiglu() | UngatedActivation():
             return None
 
 
@@ -135,6 +135,7 @@ def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.de
         shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
         router_bias=moved(experts.router_bias),
         factors=moved(experts.factors),
+        out_norm=moved(experts.out_norm),
     )
 
 

@@ -17,6 +17,7 @@ from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
 from ..specs.norms import BEHIND, PARALLEL, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
+from .muse_ops import AddGated, NormHeads, NormScaled
 from .ops import (
     CHOSEN,
     STREAM,
@@ -128,7 +129,7 @@ class _Builder:
             if spec.norms in PARALLEL:
                 rows = self._normed(STREAM, "mlp_norm") if "mlp_norm" in self._norms else rows
                 self._add(self._output(self._feed_forward(rows), "mlp_out_norm"))
-            self._add(self._output(self._mixed(spec.mixer), "attention_out_norm"))
+            self._add(self._output(self._mixed(spec.mixer), "attention_out_norm"), "attention_gate")
             self._behind("attention_out_norm")
         if spec.feed_forward is not None and (spec.mixer is None or spec.norms not in PARALLEL):
             self._ops.append(Begin("mlp"))
@@ -136,7 +137,7 @@ class _Builder:
             y = self._feed_forward(rows) if spec.beside is None else self._side_by_side(spec.beside, rows)
             y = self._output(y, "mlp_out_norm")
             self._ops.append(End())
-            self._add(y)
+            self._add(y, "mlp_gate")
             self._behind("mlp_out_norm")
         if spec.input_size:
             self._add(self._further(STREAM))
@@ -153,8 +154,9 @@ class _Builder:
     def _gemm(self, group: Group, read: Read, out: str) -> str:
         return self._put(Gemm(group, read, out, MATRICES[group]))
 
-    def _add(self, y: str) -> None:
-        self._put(Add(STREAM, y))
+    def _add(self, y: str, gate: str = "") -> None:
+        temperature = self.spec.residual_temperature if gate else None
+        self._put(Add(STREAM, y) if temperature is None else AddGated(STREAM, y, gate, temperature))
 
     def _behind(self, slot: str) -> None:
         """Norm the residual stream itself, where the layer has a norm behind this addition."""
@@ -172,8 +174,9 @@ class _Builder:
     def _output(self, y: str, slot: str, norms: tuple[str, ...] | None = None) -> str:
         """What a part adds to the residual stream."""
         if slot in (self._norms if norms is None else norms) and self.spec.norms not in BEHIND:
-            eps = self.spec.out_eps
-            self._put(Norm(y, y, slot, self.norm if eps is None else replace(self.norm, eps=eps)))
+            norm = self.norm if (eps := self.spec.out_eps) is None else replace(self.norm, eps=eps)
+            is_scaled = self.spec.scales_first and slot == "mlp_out_norm"
+            self._put(NormScaled(y, y, slot, norm.eps) if is_scaled else Norm(y, y, slot, norm))
         self._scaled(y, self.spec.residual_multiplier, y)
         return y
 
@@ -225,7 +228,7 @@ class _Builder:
 
     def _latents(self, mixer: AttentionSpec, latent: LatentSpec) -> None:
         index = mixer.indexer
-        behind = 0 if index is None else -index.key_dim - index.heads
+        behind = -mixer.gate_size if index is None else -index.key_dim - index.heads
         kept = View("in", behind - latent.kv_rank - latent.rotated_dim, behind or None)
         queries = View("in", 0, kept.begin)
         if latent.q_rank:
@@ -235,6 +238,8 @@ class _Builder:
             self._put(_index(index, behind))
             queries = View("qh", 0, -index.query_size)
         self._put(Latents(queries, kept, "q", mixer, latent))
+        if mixer.output_gate is not None:
+            self._put(Concat((View("in", behind),), "gates"))
 
     def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
         """Put decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""
@@ -264,18 +269,25 @@ class _Builder:
             self.reads.append(Kept("r", (second.mixer.in_size,)))
             self.mixed.append(Kept("m", (second.mixer.out_size,)))
         self._ops = self.parts[2]
-        if isinstance(mixer, AttentionSpec) and mixer.output_gate is not None:
-            self._put(GateOutput("a", "gates", "a", mixer.softplus_gates))
-        if isinstance(mixer, AttentionSpec) and mixer.difference is not None:
-            self._put(SubtractHeads("a", "a", mixer, mixer.difference, self.norm.eps))
-        elif isinstance(mixer, AttentionSpec) and mixer.value_dim is not None:
-            self._put(ResizeHeads("a", "a", 0, mixer.head_dim, mixer.value_dim))
-        if isinstance(mixer, AttentionSpec) and mixer.inner_norm:
-            self._put(Norm("a", "a", "attention_inner_norm", self.norm))
+        if isinstance(mixer, AttentionSpec):
+            self._attended(mixer)
         self._gemm(Group.MIXER_OUT, "a", "y")
         if second is not None:
             self._beside_output(second)
         return self._put(AllReduce("y"))
+
+    def _attended(self, mixer: AttentionSpec) -> None:
+        """Make the output projection's input of what attention gives."""
+        if mixer.head_out_eps is not None:
+            self._put(NormHeads("a", "a", mixer.attended_dim, mixer.head_out_eps))
+        if mixer.output_gate is not None:
+            self._put(GateOutput("a", "gates", "a", mixer.softplus_gates))
+        if mixer.difference is not None:
+            self._put(SubtractHeads("a", "a", mixer, mixer.difference, self.norm.eps))
+        elif mixer.value_dim is not None:
+            self._put(ResizeHeads("a", "a", 0, mixer.head_dim, mixer.value_dim))
+        if mixer.inner_norm:
+            self._put(Norm("a", "a", "attention_inner_norm", self.norm))
 
     def _second_part(self, mixer: RecurrentSpec) -> str:
         """Return the buffer that the mixer reads. A mixer of two parts: its first part becomes a program of its own."""
@@ -339,8 +351,13 @@ class _Builder:
         return "y"
 
     def _experts(self, spec: Experts, rows: str, out: str, routed: str | None = None) -> str:
+        if spec.latent is not None:
+            routed, low = rows, self._gemm(Group.LOW_RANK_DOWN, rows, "l")
+            rows = self._put(Norm(low, "ln", "latent_norm", self.norm))
         self._put(Moe(rows, routed, out, spec))
         self._put(AllReduce(out))
+        if spec.latent is not None:
+            self._gemm(Group.LOW_RANK_UP, out, out)
         self._scaled(out, spec.factor, out)
         return out
 

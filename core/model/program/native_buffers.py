@@ -17,6 +17,9 @@ _TITLES = {
     "EmbedMedia": "embedding of tokens of images and sound",
     "SparseGates": "sparse gate",
     "Index": "indexer of sparse attention",
+    "NormHeads": "norm of each head's output",
+    "NormScaled": "norm of a part's output that is scaled first",
+    "AddGated": "gated residual stream",
 }
 
 

@@ -22,7 +22,7 @@ from ....ops.library.native_program import NativeOp
 from ..moe.experts import what_native_lacks
 from ..native_names import native_activation, native_norm
 from ..specs.attention import HeadNorm, OutputGate
-from ..specs.feed_forward import Activation
+from ..specs.feed_forward import UngatedActivation
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
@@ -160,7 +160,8 @@ class _Lowering:
             return op.columns(width)
         if isinstance(op, SubtractHeads):
             return width // 2
-        return width // 2 if isinstance(op, Activate) and isinstance(op.activation, Activation) else width
+        is_gated = isinstance(op, Activate) and not isinstance(op.activation, UngatedActivation)
+        return width // 2 if is_gated else width
 
     def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
         """What an op of rows reads: the value in float32, the first column and their number."""
@@ -381,6 +382,8 @@ class _Lowering:
 
     def _latents(self, at: int, op: Latents) -> None:
         """Write latents to their pages right after the GEMM that makes them, and attend over them."""
+        if op.attention.output_gate is not None:
+            raise NoNativeOp("gates of latent attention's output")
         attend = self._ops[at + 1]
         if not isinstance(attend, LatentAttend) or attend.q != op.q:
             raise NoNativeOp("queries that something else than attention reads")
@@ -422,6 +425,8 @@ class _Lowering:
         self._emit("Subtract", x=x, column=column, heads=width // head // 2, width=head, out=out, **own)
 
     def _mix(self, at: int, op: Mix) -> None:
+        if (lack := op.mixer.native_lack) is not None:
+            raise NoNativeOp(lack)
         (out,) = self._buffers.writes[at].values()
         held = Held(out)
         if not op.is_first:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
-from ..specs.feed_forward import Activation, Experts, UngatedActivation
+from ..specs.feed_forward import Activation, BoundedSwiglu, Experts, UngatedActivation
 from ..specs.indexer import IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -335,7 +335,7 @@ class Activate(Op):
 
     x: Read
     out: str
-    activation: Activation | UngatedActivation
+    activation: Activation | BoundedSwiglu | UngatedActivation
     parameters: str | None = None
 
 

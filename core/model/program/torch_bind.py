@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import end_ops, ops, torch_ends, torch_ops, torch_other_ops
+from . import end_ops, muse_ops, ops, torch_ends, torch_muse, torch_ops, torch_other_ops
 from .ops import Op
 from .torch_indexer import choose, index
 from .torch_latents import latent_attend, latents
@@ -51,6 +51,9 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.Sum: torch_other_ops.plus,
     ops.TakeInput: torch_ends.take_input,
     ops.TakeStream: take_stream,
+    muse_ops.AddGated: torch_muse.add_gated,
+    muse_ops.NormHeads: torch_muse.norm_heads,
+    muse_ops.NormScaled: torch_muse.norm_scaled,
     end_ops.AddPositions: torch_ends.add_positions,
     end_ops.Cap: torch_ends.cap,
     end_ops.Embed: torch_ops.embed,

@@ -174,6 +174,9 @@ class AttentionSpec:
     inner_norm: bool = False
     """What o_proj reads is normalised, all heads of a token at once (BitNet)."""
 
+    head_out_eps: float | None = None
+    """Of the norm of each head's output, without weights, before gates; None: there is none (Muse Spark)."""
+
     query_growth: QueryGrowth | None = None
 
     sinks: bool = False
@@ -269,8 +272,10 @@ class AttentionSpec:
 
     @property
     def gate_size(self) -> int:
-        """Elements of the gates of a token's output."""
-        return 0 if self.output_gate is None else self.q_size
+        """Elements of the gates of a token's output; over latents there is one for each head."""
+        if self.output_gate is None:
+            return 0
+        return self.q_size if self.latent is None else self.num_heads
 
     @property
     def biased_inputs(self) -> list[str]:
@@ -283,6 +288,9 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             own = latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
+            if self.output_gate is not None:
+                gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, self.num_heads, self.num_heads)
+                own = (*own, gate)
             if (index := self.indexer) is None:
                 return own
             return (*own, *indexer_projections(hidden, latent.q_rank, index.heads, index.key_dim))

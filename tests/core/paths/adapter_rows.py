@@ -74,5 +74,8 @@ ADAPTER_ROWS = [
     all_linear("kimi-linear", "parts of a mixture of experts"),
     all_linear("mimo-v2-flash"),
     all_linear("dbrx", "parts of a mixture of experts"),
+    all_linear("step-3.7", "parts of a mixture of experts"),
+    all_linear("ling-2.6", "parts of a mixture of experts"),
+    all_linear("muse-spark", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]
