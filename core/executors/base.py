@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...graphs.runner import EagerReason
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.files.config import MAX_RANK
-from ...memory.pages.layout import PageLayout
+from ...memory.pages.layout import KvShape, PageLayout
 from ...memory.pages.states import StateShape
 from ...memory.transfers.swap_backend import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
@@ -23,6 +23,7 @@ from ..config import EngineConfig
 from ..media.serving import why_blind, with_tower
 from ..model.checkpoints.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
+from ..model.specs.attention import AttentionSpec
 from ..model.specs.config import ModelConfig, UnsupportedModel
 from ..model.specs.recurrent import RecurrentSpec
 from ..model.weights.shard import WHOLE, Shard
@@ -290,7 +291,7 @@ class ModelExecutor(ExecutorBase):
                 "it to a divisor of that"
             )
         state = _state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates)
-        shapes = tuple(mixer.kv_shape for mixer in model.kv_layers)
+        shapes = _kv_shapes(model.kv_layers)
         try:
             return PageLayout(
                 num_layers=len(model.kv_layers),
@@ -345,6 +346,12 @@ class ModelExecutor(ExecutorBase):
     def _max_lora_rank(self, config: EngineConfig) -> int:
         """The largest rank of an adapter: only tables of GPUs limit it further than an adapter's files."""
         return MAX_RANK
+
+
+def _kv_shapes(mixers: Sequence[AttentionSpec]) -> tuple[KvShape, ...]:
+    """The shape of each layer's keys, with the number of its queries' heads where layers differ in that."""
+    differ = len({mixer.num_heads for mixer in mixers}) > 1
+    return tuple(mixer.kv_shape._replace(queries=mixer.num_heads if differ else 0) for mixer in mixers)
 
 
 def _state_shape(recurrent: RecurrentSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:

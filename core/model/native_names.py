@@ -6,7 +6,7 @@ Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_ex
 from __future__ import annotations
 
 from ...ops.library.native_descriptors import NativeActivation
-from .specs.feed_forward import Activation, ClampedSwiglu, LimitedSwiglu, UngatedActivation
+from .specs.feed_forward import Activation, GatedActivation, UngatedActivation
 from .specs.norms import NormKind
 
 _GATED = {
@@ -25,11 +25,9 @@ _UNGATED = {
 }
 
 
-def native_activation(
-    activation: Activation | ClampedSwiglu | LimitedSwiglu | UngatedActivation,
-) -> NativeActivation | None:
+def native_activation(activation: GatedActivation | UngatedActivation) -> NativeActivation | None:
     """The name of an activation of a feed-forward part or of experts; None: the library does not compute it."""
-    if isinstance(activation, ClampedSwiglu | LimitedSwiglu):
+    if not isinstance(activation, Activation | UngatedActivation):
         return None
     return _GATED.get(activation) if isinstance(activation, Activation) else _UNGATED.get(activation)
 

@@ -44,5 +44,6 @@ def _kv_of(kv: torch.Tensor, layout: PageLayout, layer: int, index: int) -> tupl
     shape = layout.layer_shapes[layer]
     size = layout.block_tokens * shape.elems
     firsts = (layout.kv_parts * index * size + part * size for part in range(layout.kv_parts))
-    parts = [kv[:, first : first + size].view(len(kv), layout.block_tokens, *shape) for first in firsts]
+    dims = layout.block_tokens, shape.heads, shape.head_dim
+    parts = [kv[:, first : first + size].view(len(kv), *dims) for first in firsts]
     return parts[0], parts[-1][..., : layout.value_dim]

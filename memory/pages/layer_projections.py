@@ -143,20 +143,28 @@ def linear_projections(
 
 def channel_projections(hidden: int, key: int, value: int, heads: int, rank: int) -> tuple[Projection, ...]:
     """Those of Gated DeltaNet with a decay for each channel of keys. key, value: see `linear_projections`; rank: width
-    of the latents of decays, and of those of gates. What makes these latents is of all heads, and every TP rank has it
-    whole.
+    of the latents of decays, and of those of gates, 0 where both are made without latents. What makes these latents is
+    of all heads, and every TP rank has it whole.
     """
     linear = "linear"
-    return (
+    inputs = (
         Projection("self_attn.q_proj", Group.MIXER_IN, hidden, key, heads, form=linear),
         Projection("self_attn.k_proj", Group.MIXER_IN, hidden, key, heads, form=linear),
         Projection("self_attn.v_proj", Group.MIXER_IN, hidden, value, heads, form=linear),
+    )
+    beta = Projection("self_attn.b_proj", Group.MIXER_IN, hidden, heads, heads)
+    output = Projection("self_attn.o_proj", Group.MIXER_OUT, value, hidden, heads, form=linear)
+    if not rank:
+        gates = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, value, heads, form=linear)
+        return (*inputs, gates, beta, Projection("self_attn.f_proj", Group.MIXER_IN, hidden, key, heads), output)
+    return (
+        *inputs,
         Projection("self_attn.g_a_proj", Group.MIXER_IN, hidden, rank, 1),
-        Projection("self_attn.b_proj", Group.MIXER_IN, hidden, heads, heads),
+        beta,
         Projection("self_attn.f_a_proj", Group.MIXER_IN, hidden, rank, 1),
         Projection("self_attn.f_b_proj", Group.DECAY_UP, rank, key, heads),
         Projection("self_attn.g_b_proj", Group.OUTPUT_GATE_UP, rank, value, heads),
-        Projection("self_attn.o_proj", Group.MIXER_OUT, value, hidden, heads, form=linear),
+        output,
     )
 
 
@@ -258,12 +266,20 @@ def gated_projections(hidden: int, size: int, form: str = "") -> tuple[Projectio
 
 
 def mixture_projections(
-    hidden: int, count: int, size: int, shared_size: int = 0, *, shared_gate: bool = False, has_gates: bool = True
+    hidden: int,
+    count: int,
+    size: int,
+    shared_size: int = 0,
+    *,
+    shared_gate: bool = False,
+    has_gates: bool = True,
+    latent: int = 0,
 ) -> tuple[Projection, ...]:
     """Those of a mixture of experts. size, shared_size: widths of an expert's gate and up, and of the shared expert's,
     0 where there is none. shared_gate: the shared expert's output has a factor. has_gates: experts are gated parts.
+    latent: width of what experts read and give, where that is made of the layer's input; 0: it is that.
     """
-    inputs = ("gate_proj", "up_proj") if has_gates else ("up_proj",)
+    inputs, width = ("gate_proj", "up_proj") if has_gates else ("up_proj",), latent or hidden
     found = [Projection("mlp.gate", Group.ROUTER, hidden, count, 1)]
     if shared_size:
         found += [
@@ -275,13 +291,15 @@ def mixture_projections(
         ]
     if shared_gate:
         found.append(Projection("mlp.shared_expert_gate", Group.SHARED_GATE, hidden, 1, 1))
+    if latent:
+        found += [
+            Projection("mlp.pre_expert_proj", Group.LOW_RANK_DOWN, hidden, latent, 1),
+            Projection("mlp.post_expert_proj", Group.LOW_RANK_UP, latent, hidden, 1),
+        ]
     return (
         *found,
-        *(
-            Projection(f"mlp.experts.{each}", Group.EXPERT_GATE_UP, hidden, size, size, experts=count)
-            for each in inputs
-        ),
-        Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, hidden, size, experts=count),
+        *(Projection(f"mlp.experts.{each}", Group.EXPERT_GATE_UP, width, size, size, experts=count) for each in inputs),
+        Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, width, size, experts=count),
     )
 
 

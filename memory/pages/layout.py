@@ -27,6 +27,9 @@ class KvShape(NamedTuple):
     heads: int
     head_dim: int
 
+    queries: int = 0
+    """Heads of queries, where layers with these keys have different numbers of them: attention is planned for one."""
+
     @property
     def elems(self) -> int:
         return self.heads * self.head_dim
@@ -147,7 +150,7 @@ class PageLayout:
     def of_ranks(self, size: int) -> PageLayout:
         """The layout of the pages of `size` TP ranks together, each with its share of every page in this layout."""
         state = None if self.state is None else self.state.of_ranks(size)
-        shapes = tuple(KvShape(size * shape.heads, shape.head_dim) for shape in self.shapes)
+        shapes = tuple(shape._replace(heads=size * shape.heads) for shape in self.shapes)
         page = size * self.state_page_bytes
         return replace(self, kv_heads=size * self.kv_heads, shapes=shapes, state=state, state_page_bytes=page)
 

@@ -7,11 +7,11 @@ rank-rows next to those of the first and of the last layer. Pure data, like `lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 
@@ -73,7 +73,7 @@ class Group(IntEnum):
     BESIDE_OUT = 20
 
     LOW_RANK_DOWN = 21
-    """The first of two small matrices beside a mixer; likewise `LOW_RANK_UP`."""
+    """The first of two small matrices beside a mixer, or of those around experts; likewise `LOW_RANK_UP`."""
 
     LOW_RANK_UP = 22
 
@@ -125,7 +125,7 @@ INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
 #: Those of a recurrent mixer beside attention.
 BESIDE_GROUPS = (Group.BESIDE_IN, Group.BESIDE_OUT)
 
-#: Those of two small matrices beside a mixer (LAuReL); all TP ranks have them.
+#: Those of two small matrices beside a mixer (LAuReL), or around experts (Muse Spark); all TP ranks have them.
 LOW_RANK_GROUPS = (Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
 
 #: Those of two small matrices for the gates of a norm's output, by the norm; all TP ranks have them.
@@ -506,11 +506,31 @@ class Projections:
 
     @cached_property
     def _of_ids(self) -> tuple[Projection, ...]:
-        """The first form of each module, by id."""
+        """The first form of each module, by id: those of a group in an order that they have in every layer."""
         found: dict[str, Projection] = {}
         for each in self._all:
             found.setdefault(each.module, each)
-        return tuple(found.values())
+        places = {module: place for place, module in enumerate(self._in_order)}
+        in_layers = sorted((each for each in found.values() if each.module in places), key=self._key(places))
+        own = iter(in_layers)
+        return tuple(next(own) if each.module in places else each for each in found.values())
+
+    @staticmethod
+    def _key(places: Mapping[str, int]) -> Callable[[Projection], tuple[bool, Group, int]]:
+        """Orders projections of layers: those of mixtures last, then by group, then by place."""
+        return lambda each: (each.is_of_mixture, each.group, places[each.module])
+
+    @cached_property
+    def _in_order(self) -> list[str]:
+        """The modules of layers: one that only later layers have stands before the next one that earlier ones have."""
+        order: list[str] = []
+        for layer, group in product(dict.fromkeys(self.layers), Group):
+            own = [each.module for each in layer if each.group is group]
+            for at, module in enumerate(own):
+                if module not in order:
+                    known = (order.index(later) for later in own[at + 1 :] if later in order)
+                    order.insert(next(known, len(order)), module)
+        return order
 
     @cached_property
     def _of_experts(self) -> dict[str, tuple[str, Projection]]:

@@ -44,6 +44,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _weighted(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight, x.dtype)
 
 
+def scaled_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` of `weight · x`, which is rounded first, without weights behind. x: `[rows, width]`; weight: `[width]`
+    float32.
+    """
+    scaled = (x.float() * weight).to(x.dtype)
+    return rms_norm(scaled, torch.ones_like(weight), eps)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`rms_norm` of x less its mean. bias: `[hidden]` float32, as the weight is then, added before the one rounding."""
     if bias is not None:
@@ -298,6 +306,14 @@ def limited_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
     return silu_and_mul(gate_up)
 
 
+def bounded_silu_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`silu(gate) · up`, with silu(gate) at most `limit` and up within ± `limit`, for packed `[tokens, 2·ffn]` →
+    `[tokens, ffn]`.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).clamp(max=limit) * up.clamp(min=-limit, max=limit)
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """`max(x, 0)²`."""
     return torch.relu(x).square()
@@ -357,7 +373,11 @@ def with_normed_values(
 
 
 def gate_output(attended: torch.Tensor, gates: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
-    """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`. softplus: `log(1 + e^gates)` in its place."""
+    """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`, or gates `[tokens, heads]`. softplus: `log(1 +
+    e^gates)` in its place.
+    """
+    if gates.shape != attended.shape:
+        gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], dim=1)
     if softplus:
         return attended * torch.nn.functional.softplus(gates.float()).to(attended.dtype)
     return attended * sigmoid(gates)

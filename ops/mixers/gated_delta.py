@@ -9,8 +9,8 @@ For every token t, from its row `[q, k, v | z | b | a]` of the input projection:
     out     = norm(qᵀS) · silu(z)           of each head of values
 
 With decays of channels (Kimi Delta Attention, arXiv 2510.26692), a has an element for each channel of each head's keys,
-whose rows of S decay by it, and `sigmoid(z)` takes the place of `silu(z)`. With a lower bound, they decay by
-`exp(lowest · sigmoid(exp(A_log) · (a + dt_bias)))` (GLM-5.3-Flash).
+whose rows of S decay by it, and `sigmoid(z)` takes the place of `silu(z)`. With a bound below 0, such a decay is
+`exp(bound · sigmoid(exp(A_log) · (a + dt_bias)))`.
 
 All of it is float32. A draft's inputs are `[q, k, v | b | a]`. See `recurrent` for the states of sequences.
 
@@ -71,8 +71,8 @@ class DeltaWeights(RecurrentWeights):
     by_channel: bool = False
     """Each channel of a key has a decay, and gates are sigmoids."""
 
-    lowest: float | None = None
-    """Of logarithms of decays of channels; None: they have no bound."""
+    bound: float = 0.0
+    """The least logarithm of a channel's decay; 0: there is none."""
 
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """By chunks, on a GPU by a scan: `[tokens, v_heads · v_dim]`."""
@@ -163,14 +163,18 @@ def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, 
     q, k = ((q * k_dim**-0.5).repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1))
     last = v_heads, len(weights.dt_bias)
     b, a = rows[:, -sum(last) :].split(last, dim=1)
-    rates = a + weights.dt_bias if weights.lowest is not None else softplus(a + weights.dt_bias)
-    if weights.lowest is not None:
-        log_decay = weights.lowest * sigmoid(weights.a_log.exp()[:, None] * rates.unflatten(1, (v_heads, k_dim)))
-    elif weights.by_channel:
-        log_decay = -weights.a_log.exp()[:, None] * rates.unflatten(1, (v_heads, k_dim))
-    else:
-        log_decay = -weights.a_log.exp() * rates
+    log_decay = _log_decay(a + weights.dt_bias, weights, k_dim)
     return DeltaInputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, sigmoid(b) * weights.beta)
+
+
+def _log_decay(rates: torch.Tensor, weights: DeltaWeights, k_dim: int) -> torch.Tensor:
+    """See `DeltaInputs.log_decay`. rates: `[tokens, decays]`."""
+    if not weights.by_channel:
+        return -weights.a_log.exp() * softplus(rates)
+    own = weights.a_log.exp()[:, None]
+    if weights.bound:
+        return weights.bound * sigmoid(own * rates.unflatten(1, (-1, k_dim)))
+    return -own * softplus(rates).unflatten(1, (-1, k_dim))
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,9 @@ class Routing:
     group_best: int = 2
     """How many best scores of a group are added up: two (DeepSeek-V3), or one (DeepSeek-V2)."""
 
+    logits_factor: float = 1.0
+    """Of the router's logits (Muse Spark)."""
+
     bias: bool = False
     """The router's logits have a bias."""
 

@@ -108,6 +108,10 @@ def _laguna(rng: random.Random) -> Fields:
         "layer_types": _types(rng, count, ATTENDS),
         "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
         "sliding_window": rng.choice((5, 16, 40)),
+        "num_attention_heads_per_layer": [  # ADAPTERS are on the first layer
+            found["num_attention_heads"],
+            *(found["num_key_value_heads"] * rng.randint(1, 3) for _ in range(count - 1)),
+        ],
         "gating": rng.choice((True, "per-head", "per-element")),
         "shared_expert_intermediate_size": rng.choice((16, 40)),
         "moe_routed_scaling_factor": rng.choice((1.0, 2.5)),
@@ -440,6 +444,75 @@ def _mimo(rng: random.Random) -> Fields:
     }
 
 
+def _step(rng: random.Random) -> Fields:
+    found, own = _grouped(rng), _experts(rng)
+    count, kv_heads = found["num_hidden_layers"], found["num_key_value_heads"]
+    return {
+        **found,
+        "head_dim": rng.choice((8, 16, 24)),
+        "layer_types": ["full_attention", *_types(rng, count - 1, ATTENDS)],  # ADAPTERS are on these layers
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse", "sparse")),
+        "num_sliding_attention_heads": kv_heads * rng.choice((1, 2, 3)),
+        "sliding_window": rng.choice((5, 16, 40)),
+        "n_routed_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"],
+        "moe_intermediate_size": own["moe_intermediate_size"],
+        "share_expert_dim": rng.choice((16, 40)),
+        "moe_router_scaling_factor": rng.choice((1.0, 2.5)),
+        "attention_bias": rng.random() < 0.3,
+        **{
+            f"swiglu_limits{end}": [rng.choice((None, 0.0, 0.3, 0.7)) for _ in range(count)]
+            for end in ("", "_shared")
+        },
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0)), "partial_rotary_factor": share}
+            for kind, share in zip(ATTENDS, (0.5, 1.0), strict=True)
+        },
+    }  # fmt: skip
+
+
+def _ling(rng: random.Random) -> Fields:
+    found = _ax(rng)
+    count = found["num_hidden_layers"]
+    return {
+        **{name: value for name, value in found.items() if name not in ("n_routed_experts", "q_lora_rank")},
+        "num_experts": found["n_routed_experts"],
+        "q_lora_rank": 24 if found["attention_bias"] else rng.choice((None, 16)),
+        "head_dim": rng.choice((8, 12, 16)),
+        "kv_lora_rank": rng.choice((32, 40)),  # a page takes parts of states
+        "layer_types": ["linear_attention", *_types(rng, count - 1, ("linear_attention", "full_attention"))],
+        "short_conv_kernel_size": rng.choice((2, 3, 4)),
+        "kda_safe_gate": rng.random() < 0.7,
+        "kda_lower_bound": rng.choice((-5.0, -1.0)),
+        "tie_word_embeddings": False,
+        "norm_topk_prob": rng.random() < 0.5,
+    }
+
+
+def _muse(rng: random.Random) -> Fields:
+    found, own = _grouped(rng), _experts(rng)
+    count = found["num_hidden_layers"]
+    heads = rng.choice((2, 4, 8))
+    return {
+        **found,
+        "hidden_size": 64,  # the towers give as many elements
+        "tie_word_embeddings": False,
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([each for each in (1, 2, 4) if heads % each == 0]),
+        "layer_types": _types(rng, count, ATTENDS),
+        "layer_rope_theta": [rng.choice((0, 500000.0)) for _ in range(count)],
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse", "sparse")),
+        "sliding_window": rng.choice((5, 16, 40)),
+        "num_local_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"],
+        "moe_intermediate_size": own["moe_intermediate_size"],
+        "moe_hidden_size": rng.choice((16, 24, 40)),
+        "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        "residual_gate_temperature": rng.choice((0.1, 0.3, 1.0)),
+        "initializer_range": 0.1,
+    }
+
+
 def _bitnet(rng: random.Random) -> Fields:
     found = _square(rng)
     heads = found["num_attention_heads"]
@@ -519,6 +592,9 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "jamba": _jamba,
     "recurrent-gemma": _recurrent_gemma,
     "mimo-v2-flash": _mimo,
+    "step-3.7": _step,
+    "ling-2.6": _ling,
+    "muse-spark": _muse,
     "bitnet": _bitnet,
     "dbrx": _dbrx,
     "diffllama": _diffllama,

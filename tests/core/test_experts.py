@@ -133,7 +133,7 @@ def stack_experts(directory: Path) -> None:
     }
     if model.config.model_type == "phimoe":  # no file has its router's name in memory
         tensors = {name.replace("mlp.router", "mlp.gate"): tensor for name, tensor in tensors.items()}
-    if model.config.tie_word_embeddings:
+    if getattr(model.config, "tie_word_embeddings", False):
         del tensors["lm_head.weight"]
     for file in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
         file.unlink()

@@ -23,7 +23,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
 from .model.checkpoints.quantization.twins import weights
-from .tiny_families import INDEXER, LATENT, LATENT_WINDOWS, YARN
+from .tiny_families import BESIDE_TEXT, INDEXER, LATENT, LATENT_WINDOWS, YARN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -100,7 +100,7 @@ OPERATORS = [
     (name, kernels)
     for name in MODELS
     for kernels in ("torch", "native")
-    if kernels == "torch" or not name.startswith("Gemma4")  # see `why_unsupported`
+    if kernels == "torch" or not name.startswith(("Gemma4", "Step3p7", "MuseSpark"))  # see `why_unsupported`
 ]
 
 
@@ -342,6 +342,21 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 20, "attention_bias": True, "initializer_range": 0.1},
         {"pos_emb_height": 4, "pos_emb_width": 4, **TOWER},
     ),
+    "MuseSparkForConditionalGeneration": (
+        "MuseSparkConfig",
+        {"sliding_window": 20, "attention_bias": True, "initializer_range": 0.1, "num_local_experts": 8,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_hidden_size": 24,
+         "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        BESIDE_TEXT["MuseSparkConfig"]["vision_config"],
+    ),
+    "Step3p7ForConditionalGeneration": (
+        "Step3p7Config",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "num_sliding_attention_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3, "share_expert_dim": 24,
+         "moe_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse", "sparse"], "pad_token_id": 0,
+         "swiglu_limits": [0.0, 0.0, 0.5], "swiglu_limits_shared": [0.0, 0.4, 0.0]},
+        BESIDE_TEXT["Step3p7Config"]["vision_config"],
+    ),
     "Phi4MultimodalForCausalLM": (
         "Phi4MultimodalConfig", {"pad_token_id": 0}, {"image_size": 28, "patch_size": 14, "crop_size": 28, **TOWER}
     ),
@@ -418,6 +433,9 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
     },
     "MiniMaxM3SparseForConditionalGeneration": {"projector_hidden_size": 32},
     "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 64, "projector_hidden_size": 32},
+    "MuseSparkForConditionalGeneration": {
+        name: fields for name, fields in BESIDE_TEXT["MuseSparkConfig"].items() if name != "vision_config"
+    },
     "Cosmos3EdgeForConditionalGeneration": {"projector_hidden_size": 32},
     "Phi4MultimodalForCausalLM": {
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2,

@@ -105,7 +105,29 @@ OF_CLASSES = {
     "Mistral4Config": "Mistral4ForCausalLM",
     "MllamaTextConfig": "MllamaForCausalLM",
     "Glm5NextConfig": "Glm5NextForConditionalGeneration",
+    "Step3p7Config": "Step3p7ForConditionalGeneration",
+    "MuseSparkConfig": "MuseSparkForConditionalGeneration",
 }
+
+#: Those of whole models that see, whose fields here are of their text part: the other parts, small.
+BESIDE_TEXT = {
+    "Step3p7Config": {
+        "vision_config": {
+            "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "mlp_ratio": 1.0
+        }
+    },
+    "MuseSparkConfig": {
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "pos_emb_height": 4, "pos_emb_width": 4,
+        },
+        "audio_config": {
+            "patch_sizes": [4], "hidden_sizes": [8], "depths": [1], "num_hidden_layers": 1, "out_hidden_size": 64
+        },
+        "out_hidden_size": 64,
+        "projector_hidden_size": 32,
+    },
+}  # fmt: skip
 
 #: name → (transformers' configuration class, its arguments, largest shard)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -911,6 +933,23 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "moe_renormalize": False, "hidden_size": 48},
         "20KB",
     ),
+    "ling-2.6": (
+        "BailingHybridConfig",
+        {**LATENT, "q_lora_rank": None, "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+         "num_hidden_layers": 4, "layer_group_size": 2, "first_k_dense_replace": 1, "kda_lower_bound": -0.7,
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "ling-2.6-q-latents": (
+        "BailingHybridConfig",
+        {**LATENT, "head_dim": 12, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False, "num_hidden_layers": 3,
+         "layer_types": ["full_attention", "linear_attention", "full_attention"], "attention_bias": True,
+         "mlp_layer_types": ["sparse", "dense", "sparse"], "short_conv_kernel_size": 3, "kda_safe_gate": False,
+         "pad_token_id": 0, "hidden_size": 48},
+        "20KB",
+    ),
     "granite-4-h-moe": (
         "GraniteMoeHybridConfig",
         {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
@@ -926,6 +965,26 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
         "PhimoeConfig",
         {"num_local_experts": 8, "intermediate_size": 40, "attention_bias": True, "lm_head_bias": True,
          "router_jitter_noise": 0.1, "pad_token_id": 0, "initializer_range": 0.2},
+        "50GB",
+    ),
+    "step-3.7": (
+        "Step3p7Config",
+        {"head_dim": 16, "num_hidden_layers": 4, "n_routed_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "share_expert_dim": 24, "moe_router_scaling_factor": 1.5, "pad_token_id": 0,
+         "sliding_window": 20, "num_sliding_attention_heads": 6,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "swiglu_limits": [None, 0.5, 0.0, 0.7],
+         "swiglu_limits_shared": [0.4, 0.0, 0.6, 0.3],
+         "rope_parameters": {
+             "full_attention": {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}},
+        "50GB",
+    ),
+    "muse-spark": (
+        "MuseSparkConfig",
+        {"head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "moe_hidden_size": 24, "routed_scaling_factor": 1.5, "sliding_window": 20,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "initializer_range": 0.1},
         "50GB",
     ),
     "llama-4-several": (
@@ -1179,6 +1238,14 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "moe_routed_scaling_factor": 1.5},
         "50GB",
     ),
+    "laguna-heads": (
+        "LagunaConfig",
+        {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 24, "num_hidden_layers": 4, "sliding_window": 16,
+         "num_attention_heads_per_layer": [4, 6, 6, 4], "pad_token_id": 0, "gating": "per-element",
+         "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+        "20KB",
+    ),
     "laguna-elements": (
         "LagunaConfig",
         {"head_dim": 32, "gating": "per-element", "num_experts": 8, "num_experts_per_tok": 2,
@@ -1208,7 +1275,7 @@ EVERY = {**FAMILIES, **SHAPES, **HYBRIDS, **ONE_PART, **TWO_MIXERS, **SKIPPED, *
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
-OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear", "b_proj"]
+OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear", "b_proj", "g_proj@linear", "f_proj"]
 GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
@@ -1296,7 +1363,8 @@ class Tiny:
         for module in reference.modules():
             if type(module).__name__ == "DbrxFFN":
                 module.router.top_k = module.top_k
-            if type(module).__name__.endswith(("Router", "Gate")) and not hasattr(module, "f_a_proj"):
+            is_other = hasattr(module, "A_log") or hasattr(module, "temperature")  # gates of states, and of residuals
+            if type(module).__name__.endswith(("Router", "Gate")) and not is_other:
                 module.register_forward_hook(self._note_router)
             if type(module).__name__.endswith("Indexer"):
                 watched = TopKMargins(self.router_margins)
@@ -1449,6 +1517,8 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
         **changes,
     }
     torch.manual_seed(sum(map(ord, name)))
+    if config_class in BESIDE_TEXT:
+        arguments = {"text_config": arguments, **BESIDE_TEXT[config_class]}
     config = getattr(transformers, config_class)(**arguments)
     own = OF_CLASSES.get(config_class)
     model = getattr(transformers, own)(config) if own else transformers.AutoModelForCausalLM.from_config(config)

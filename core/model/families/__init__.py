@@ -51,6 +51,7 @@ from . import (
     latent_dense,
     lfm2,
     lfm3,
+    ling,
     llama,
     llama_4,
     mamba_1,
@@ -85,6 +86,7 @@ from . import (
     smollm3,
     stablelm,
     starcoder2,
+    step,
 )
 
 ALL: tuple[Family, ...] = (
@@ -226,6 +228,7 @@ ALL: tuple[Family, ...] = (
     cohere.COHERE_2_MOE,
     nanochat.NANOCHAT,
     kimi_linear.KIMI_LINEAR,
+    ling.LING_2_6,
     seeing.LLAVA,
     seeing.LLAVA_NEXT,
     seeing.GRANITE_4_VISION,
@@ -269,6 +272,8 @@ ALL: tuple[Family, ...] = (
     seeing_texts.LLAMA_3_2_VISION_TEXT,
     seeing_texts.FUYU,
     muse.GLIMMER,
+    muse.SPARK,
+    step.STEP_3_7,
     phi.PHI_4_MULTIMODAL,
     seeing_texts.NEMOTRON_OMNI,
     seeing.PALIGEMMA,

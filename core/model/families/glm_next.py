@@ -104,19 +104,19 @@ def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
         eps=eps,
         conv_size=fields.integer("linear_conv_kernel_dim", least=2),
         gate_rank=size,
-        lowest=_lowest(fields, inner),
+        bound=_bound(fields, inner),
     )
 
 
-def _lowest(fields: ConfigJson, inner: ConfigJson) -> float | None:
-    """The bound of decays. inner: fields of published checkpoints, which come first."""
+def _bound(fields: ConfigJson, inner: ConfigJson) -> float:
+    """The bound of decays, 0 for none. inner: fields of published checkpoints, which come first."""
     own, name = (inner, "gate_lower_bound") if "gate_lower_bound" in inner.raw else (fields, "linear_lower_bound")
     found = own.raw.get(name, _LOWEST)
     if inner.raw and found is None and inner.raw.get("safe_gate", True):
         found = _LOWEST
     if found is not None and (isinstance(found, bool) or not isinstance(found, int | float) or not -1e6 < found < 0):
         raise own.refuse(name, "a finite number below 0 is needed, or null for none")
-    return None if found is None else float(found)
+    return 0.0 if found is None else float(found)
 
 
 _FORGET_GATE = ("f_a_proj", "f_b_proj", "A_log", "dt_bias")

@@ -21,8 +21,9 @@ _GATES = {True: OutputGate.OF_HEADS, "per-head": OutputGate.OF_HEADS, "per-eleme
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
-    if {*fields.indices("num_attention_heads_per_layer")} - {heads.num_heads}:
-        why = f"other numbers of heads than num_attention_heads, {heads.num_heads}, are not supported"
+    numbers = fields.indices("num_attention_heads_per_layer") or (heads.num_heads,) * count
+    if len(numbers) != count or any(not each or each % heads.num_kv_heads for each in numbers):
+        why = f"multiples of num_key_value_heads, {heads.num_kv_heads}, are needed, one for each layer"
         raise fields.refuse("num_attention_heads_per_layer", why)
     if fields.raw.get("moe_router_logit_softcapping"):
         raise fields.refuse("moe_router_logit_softcapping", "soft caps of a router are not supported; only 0 is")
@@ -49,8 +50,14 @@ def _read(fields: ConfigJson) -> ModelConfig:
         for kind in dict.fromkeys(types)
     }
     mixers = [
-        replace(attention, rope=ropes[kind], window=window)
-        for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
+        replace(
+            attention,
+            num_heads=number,
+            rope=ropes[kind],
+            window=window,
+            form="" if number == heads.num_heads else f"{number} heads",
+        )
+        for kind, window, number in zip(types, reading.windows_of(fields, types), numbers, strict=True)
     ]
     routing = Routing(
         1,
@@ -89,6 +96,5 @@ LAGUNA = Family(
         "moe_routed_scaling_factor": 1.0,
     },
     TensorNames(names={**LLAMA_NORMS, **_SHARED, CORRECTION: "mlp.experts.e_score_correction_bias"}),
-    notes="layers with different numbers of heads are refused",
     nulls=("num_attention_heads_per_layer",),
 )

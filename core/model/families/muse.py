@@ -4,17 +4,22 @@ others that have neither.
 Queries and keys are normalised without weights, and so are embeddings. The norms of what parts add have an eps of their
 own, and the last norm's weights are stored as they are, where those of layers are stored less one.
 
-Tests: tests/core/test_text_parts.py
+Muse Spark's text: besides, every head's output is normalised, the residual stream and what parts add have learned
+factors, and experts read latents.
+
+Tests: tests/core/test_text_parts.py, tests/core/layers/test_gated_residual.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
+from ..specs.feed_forward import LatentExperts, Routing, Scoring
 from ..specs.layers import LayerSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.tensor_names import AROUND_NORMS, TEXT_AND_IMAGES, TensorNames
@@ -22,6 +27,39 @@ from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
+    feed_forward, out_eps = reading.gated(fields, "hidden_activation"), fields.number("post_norm_eps")
+    layers = [LayerSpec(mixer, feed_forward, Norms.AROUND, out_eps=out_eps) for mixer in _mixers(fields)]
+    return _model(fields, layers)
+
+
+def _read_spark(fields: ConfigJson) -> ModelConfig:
+    if fields.integer("hidden_size") % fields.integer("num_attention_heads"):
+        raise fields.refuse("hidden_size", "transformers takes multiples of num_attention_heads alone")
+    routing = Routing(
+        1,
+        Scoring.SIGMOID,
+        renormalised=True,
+        epsilon=1e-15,
+        factor=fields.number("routed_scaling_factor"),
+        corrected=True,
+        logits_factor=fields.number("output_multiplier"),
+    )
+    out_eps = fields.number("post_norm_eps")
+    latent = LatentExperts(fields.integer("moe_hidden_size"), out_eps)
+    experts = reading.experts(fields, routing, latent=latent)
+    eps = reading.rms_norm(fields).eps
+    mixers = [replace(mixer, head_out_eps=eps) for mixer in _mixers(fields)]
+    layers = reading.layers_with_experts(fields, mixers, experts, reading.mlp_layer_types(fields, 0))
+    temperature = fields.number("residual_gate_temperature")
+    layers = [
+        replace(layer, norms=Norms.AROUND, out_eps=out_eps, scales_first=True, residual_temperature=temperature)
+        for layer in layers
+    ]
+    return _model(fields, layers)
+
+
+def _mixers(fields: ConfigJson) -> Iterable[AttentionSpec]:
+    """Attention of each layer."""
     if fields.boolean("tie_word_embeddings"):
         why = "the embeddings are normalised, and the output projection is not; only false is supported"
         raise fields.refuse("tie_word_embeddings", why)
@@ -46,16 +84,11 @@ def _read(fields: ConfigJson) -> ModelConfig:
         rotates = [theta != 0 for theta in fields.numbers("layer_rope_theta")]
         if len(rotates) != count:
             raise fields.refuse("layer_rope_theta", f"{len(rotates)} bases for num_hidden_layers, {count}")
-    feed_forward = reading.gated(fields, "hidden_activation")
-    layers = [
-        LayerSpec(
-            replace(attention, rope=rope if turns else None, window=window),
-            feed_forward,
-            Norms.AROUND,
-            out_eps=fields.number("post_norm_eps"),
-        )
-        for turns, window in zip(rotates, reading.windows_of(fields, types), strict=True)
-    ]
+    for turns, window in zip(rotates, reading.windows_of(fields, types), strict=True):
+        yield replace(attention, rope=rope if turns else None, window=window)
+
+
+def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:
     eps = fields.number("rms_norm_eps")
     return reading.dense(
         fields,
@@ -68,6 +101,15 @@ def _read(fields: ConfigJson) -> ModelConfig:
     )
 
 
+_NAMES = TensorNames(
+    prefixes=TEXT_AND_IMAGES.prefixes,
+    names={**AROUND_NORMS, "self_attn.g_proj": "self_attn.gate_proj"},
+    left_out=tuple(
+        f"{outer}{part}."
+        for outer in ("", "model.")
+        for part in ("vision_tower", "vision_adapter", "vision_projection")
+    ),
+)
 GLIMMER = Family(
     "Muse Glimmer (text)",
     ("MuseGlimmerForConditionalGeneration",),
@@ -85,15 +127,35 @@ GLIMMER = Family(
         "bos_token_id": 200000,
         "eos_token_id": 200001,
     },
-    TensorNames(
-        prefixes=TEXT_AND_IMAGES.prefixes,
-        names={**AROUND_NORMS, "self_attn.g_proj": "self_attn.gate_proj"},
-        left_out=tuple(
-            f"{outer}{part}."
-            for outer in ("", "model.")
-            for part in ("vision_tower", "vision_adapter", "vision_projection")
-        ),
-    ),
+    _NAMES,
     notes="text only; adapters with rows of embeddings of their own are refused, as these are normalised",
     shape=text_shape(202048, 6656, 19968, 52, 32),
+)
+SPARK = Family(
+    "Muse Spark (text)",
+    ("MuseSparkForConditionalGeneration",),
+    _read_spark,
+    {
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "rope_theta": 500000.0,
+        "sliding_window": 2048,
+        "qk_scale_factor": 5.4730064863875,
+        "output_multiplier": 0.1767766952966369,
+        "final_logit_softcapping": 20.0,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 4096,
+        "moe_hidden_size": 4096,
+        "routed_scaling_factor": 1.0,
+        "residual_gate_temperature": 0.3,
+        "bos_token_id": 200000,
+        "eos_token_id": 200001,
+    },
+    replace(_NAMES, left_out=(*_NAMES.left_out, *(f"{outer}audio_tower." for outer in ("", "model.")))),
+    notes=GLIMMER.notes,
+    shape=text_shape(202048, 8192, 16384, 62, 128),
 )

@@ -19,11 +19,13 @@ import torch
 from ....memory.pages.projections import Group
 from ....ops.elementwise.activations import gelu, gelu_tanh, sigmoid
 from ....ops.elementwise.elementwise import (
+    bounded_silu_and_mul,
     clamped_swiglu,
     gelu_and_mul,
     limited_swiglu,
     relu_squared,
     relu_squared_and_mul,
+    scaled_norm,
     silu_and_mul,
 )
 from ....ops.gemm import packed_gemm
@@ -39,6 +41,7 @@ from ..checkpoints.quantization.groups import pack_scaled
 from ..native_names import native_activation
 from ..specs.feed_forward import (
     Activation,
+    BoundedSwiglu,
     ClampedSwiglu,
     ExpertActivation,
     Experts,
@@ -83,6 +86,9 @@ class ExpertWeights(ABC):
 
     factors: torch.Tensor | None = None
     """`[experts]`, float32: see `Routing.scaled`."""
+
+    out_norm: torch.Tensor | None = None
+    """`[latent]`, float32, less one: see `LatentExperts`."""
 
     @abstractmethod
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +226,7 @@ def _gating(activation: ExpertActivation) -> NativeGating | None:
     """What becomes of gate and up in the native library; None: it does not compute that."""
     if isinstance(activation, ClampedSwiglu):
         return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
-    if activation is UngatedActivation.XIELU:  # which has parameters
+    if isinstance(activation, BoundedSwiglu) or activation is UngatedActivation.XIELU:  # which have parameters
         return None
     found = native_activation(activation)
     return None if found is None else NativeGating(found)
@@ -230,14 +236,23 @@ def what_native_lacks(spec: Experts) -> str | None:
     """What a mixture has that the native library does not compute; None: it computes all of it."""
     if spec.sees:
         return "mixture with experts of images"
-    if spec.shared_activation is not None:
-        return "mixture whose shared expert has an activation of its own"
+    if spec.latent is not None:
+        return "mixture of experts of latents"
+    return _what_kernels_lack(spec)
+
+
+def _what_kernels_lack(spec: Experts) -> str | None:
+    """What the kernels of mixtures do not compute; None: they compute all of it."""
+    if spec.routing.logits_factor != 1:
+        return "factor of a router's logits"
+    if spec.shared_activation not in (None, spec.activation):
+        return f"mixture of experts with {spec.activation}, whose shared expert has {spec.shared_activation}"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
 
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
     routing, gating, router = spec.routing, _gating(spec.activation), experts.router
-    if gating is None or spec.shared_activation is not None:
+    if gating is None or _what_kernels_lack(spec) is not None:
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
@@ -392,11 +407,16 @@ def mix_experts(
     logits = weights.logits(routed)
     if lora is not None:
         lora.add(Group.ROUTER, logits, routed)
+    if spec.routing.logits_factor != 1:
+        logits = logits * spec.routing.logits_factor
     experts, factors = weights.choose(logits, spec.routing)
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
-    outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches).view(*experts.shape, -1)
+    outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches)
+    if weights.out_norm is not None and spec.latent is not None:
+        outputs = scaled_norm(outputs, 1 + weights.out_norm, spec.latent.eps)
+    outputs = outputs.view(*experts.shape, -1)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 
@@ -515,6 +535,8 @@ def activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Tens
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
     if isinstance(activation, LimitedSwiglu):
         return limited_swiglu(gate_up, activation.limit)
+    if isinstance(activation, BoundedSwiglu):
+        return bounded_silu_and_mul(gate_up, activation.limit)
     return _GATED[activation](gate_up)
 
 

@@ -21,6 +21,7 @@ from ....ops.moe.expert_tiles_schedule import UNSORTED_ROWS, ExpertLaunches, Gat
 from ....ops.moe.routing_schedule import choice_constants
 from ..specs.feed_forward import (
     Activation,
+    BoundedSwiglu,
     ClampedSwiglu,
     ExpertActivation,
     Experts,
@@ -120,7 +121,7 @@ def _gate_of(activation: ExpertActivation) -> Gate | None:
             return Gate(Gating.SILU)
         case Activation.GELU_TANH:
             return Gate(Gating.GELU)
-        case Activation.RELU_SQUARED | LimitedSwiglu() | UngatedActivation():
+        case Activation.RELU_SQUARED | BoundedSwiglu() | LimitedSwiglu() | UngatedActivation():
             return None
 
 
@@ -143,6 +144,7 @@ def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.de
         shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
         router_bias=moved(experts.router_bias),
         factors=moved(experts.factors),
+        out_norm=moved(experts.out_norm),
     )
 
 

@@ -19,6 +19,7 @@ from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import CONNECTIONS, MATRICES, norms_of
 from .hyper_ops import ConnectStreams, GiveToStreams, SumStreams
+from .muse_ops import AddGated, NormHeads, NormScaled
 from .ops import (
     CHOSEN,
     STREAM,
@@ -144,7 +145,7 @@ class _Builder:
             if spec.norms in PARALLEL:
                 rows = self._normed(STREAM, "mlp_norm") if "mlp_norm" in self._norms else rows
                 self._add(self._output(self._feed_forward(rows), "mlp_out_norm"))
-            self._add(self._output(self._mixed(spec.mixer), "attention_out_norm"))
+            self._add(self._output(self._mixed(spec.mixer), "attention_out_norm"), "attention_gate")
             self._behind("attention_out_norm")
         if spec.feed_forward is not None and (spec.mixer is None or spec.norms not in PARALLEL):
             self._ops.append(Begin("mlp"))
@@ -152,7 +153,7 @@ class _Builder:
             y = self._feed_forward(rows) if spec.beside is None else self._side_by_side(spec.beside, rows)
             y = self._output(y, "mlp_out_norm")
             self._ops.append(End())
-            self._add(y)
+            self._add(y, "mlp_gate")
             self._behind("mlp_out_norm")
         if spec.input_size:
             self._add(self._further(STREAM))
@@ -169,8 +170,9 @@ class _Builder:
     def _gemm(self, group: Group, read: Read, out: str) -> str:
         return self._put(Gemm(group, read, out, MATRICES[group]))
 
-    def _add(self, y: str) -> None:
-        self._put(Add(STREAM, y))
+    def _add(self, y: str, gate: str = "") -> None:
+        temperature = self.spec.residual_temperature if gate else None
+        self._put(Add(STREAM, y) if temperature is None else AddGated(STREAM, y, gate, temperature))
 
     def _behind(self, slot: str) -> None:
         """Norm the residual stream itself, where the layer has a norm behind this addition."""
@@ -196,8 +198,9 @@ class _Builder:
     def _output(self, y: str, slot: str, norms: tuple[str, ...] | None = None) -> str:
         """What a part adds to the residual stream."""
         if slot in (self._norms if norms is None else norms) and self.spec.norms not in BEHIND:
-            eps = self.spec.out_eps
-            self._put(Norm(y, y, slot, self.norm if eps is None else replace(self.norm, eps=eps)))
+            norm = self.norm if (eps := self.spec.out_eps) is None else replace(self.norm, eps=eps)
+            is_scaled = self.spec.scales_first and slot == "mlp_out_norm"
+            self._put(NormScaled(y, y, slot, norm.eps) if is_scaled else Norm(y, y, slot, norm))
         self._scaled(y, self.spec.residual_multiplier, y)
         return y
 
@@ -325,18 +328,25 @@ class _Builder:
             self.reads.append(Kept("r", (second.mixer.in_size,)))
             self.mixed.append(Kept("m", (second.mixer.out_size,)))
         self._ops = self.parts[2]
-        if isinstance(mixer, AttentionSpec) and mixer.output_gate is not None:
-            self._put(GateOutput("a", "gates", "a", mixer.softplus_gates))
-        if isinstance(mixer, AttentionSpec) and mixer.difference is not None:
-            self._put(SubtractHeads("a", "a", mixer, mixer.difference, self.norm.eps))
-        elif isinstance(mixer, AttentionSpec) and mixer.value_dim is not None:
-            self._put(ResizeHeads("a", "a", 0, mixer.head_dim, mixer.value_dim))
-        if isinstance(mixer, AttentionSpec) and mixer.inner_norm:
-            self._put(Norm("a", "a", "attention_inner_norm", self.norm))
+        if isinstance(mixer, AttentionSpec):
+            self._attended(mixer)
         self._gemm(Group.MIXER_OUT, "a", "y")
         if second is not None:
             self._beside_output(second)
         return self._put(AllReduce("y"))
+
+    def _attended(self, mixer: AttentionSpec) -> None:
+        """Make the output projection's input of what attention gives."""
+        if mixer.head_out_eps is not None:
+            self._put(NormHeads("a", "a", mixer.attended_dim, mixer.head_out_eps))
+        if mixer.output_gate is not None:
+            self._put(GateOutput("a", "gates", "a", mixer.softplus_gates))
+        if mixer.difference is not None:
+            self._put(SubtractHeads("a", "a", mixer, mixer.difference, self.norm.eps))
+        elif mixer.value_dim is not None:
+            self._put(ResizeHeads("a", "a", 0, mixer.head_dim, mixer.value_dim))
+        if mixer.inner_norm:
+            self._put(Norm("a", "a", "attention_inner_norm", self.norm))
 
     def _second_part(self, mixer: RecurrentSpec) -> str:
         """Return the buffer that the mixer reads. A mixer of two parts: its first part becomes a program of its own."""
@@ -405,8 +415,13 @@ class _Builder:
         return "y"
 
     def _experts(self, spec: Experts, rows: str, out: str, routed: str | None = None) -> str:
+        if spec.latent is not None:
+            routed, low = rows, self._gemm(Group.LOW_RANK_DOWN, rows, "l")
+            rows = self._put(Norm(low, "ln", "latent_norm", self.norm))
         self._put(Moe(rows, routed, out, spec))
         self._put(AllReduce(out))
+        if spec.latent is not None:
+            self._gemm(Group.LOW_RANK_UP, out, out)
         self._scaled(out, spec.factor, out)
         return out
 

@@ -160,8 +160,8 @@ class _Lowering:
             return op.columns(width)
         if isinstance(op, SubtractHeads):
             return width // 2
-        has_gates = isinstance(op, Activate) and not isinstance(op.activation, UngatedActivation)
-        return width // 2 if has_gates else width
+        is_gated = isinstance(op, Activate) and not isinstance(op.activation, UngatedActivation)
+        return width // 2 if is_gated else width
 
     def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
         """What an op of rows reads: the value in float32, the first column and their number."""
@@ -382,6 +382,8 @@ class _Lowering:
 
     def _latents(self, at: int, op: Latents) -> None:
         """Write latents to their pages right after the GEMM that makes them, and attend over them."""
+        if op.attention.output_gate is not None:
+            raise NoNativeOp("gates of latent attention's output")
         attend = self._ops[at + 1]
         if not isinstance(attend, LatentAttend) or attend.q != op.q:
             raise NoNativeOp("queries that something else than attention reads")

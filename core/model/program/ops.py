@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
-from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, LimitedSwiglu, UngatedActivation
+from ..specs.feed_forward import Experts, GatedActivation, UngatedActivation
 from ..specs.indexer import BlockIndexerSpec, IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
@@ -414,7 +414,7 @@ class Activate(Op):
 
     x: Read
     out: str
-    activation: Activation | ClampedSwiglu | LimitedSwiglu | UngatedActivation
+    activation: GatedActivation | UngatedActivation
     parameters: str | None = None
 
 

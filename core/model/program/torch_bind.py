@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import end_ops, hyper_ops, ops, torch_ends, torch_ops, torch_other_ops
+from . import end_ops, hyper_ops, muse_ops, ops, torch_ends, torch_muse, torch_ops, torch_other_ops
 from .ops import Op
 from .torch_hyper import connect_streams, copy_to_streams, give_to_streams, sum_streams
 from .torch_indexer import choose, choose_blocks, index, index_blocks
@@ -56,6 +56,9 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.TakeGates: torch_other_ops.take_gates,
     ops.TakeInput: torch_ends.take_input,
     ops.TakeStream: take_stream,
+    muse_ops.AddGated: torch_muse.add_gated,
+    muse_ops.NormHeads: torch_muse.norm_heads,
+    muse_ops.NormScaled: torch_muse.norm_scaled,
     end_ops.AddPositions: torch_ends.add_positions,
     end_ops.Cap: torch_ends.cap,
     end_ops.Embed: torch_ops.embed,

@@ -199,6 +199,9 @@ class AttentionSpec:
     inner_norm: bool = False
     """What o_proj reads is normalised, all heads of a token at once (BitNet)."""
 
+    head_out_eps: float | None = None
+    """Of the norm of each head's output, without weights, before gates; None: there is none (Muse Spark)."""
+
     query_growth: QueryGrowth | None = None
 
     grows: bool = False

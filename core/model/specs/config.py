@@ -167,7 +167,7 @@ class ModelConfig:
                 {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
                 for form in {layer.dense.form for layer in self.layers if layer.dense}
             ),
-            {layer.experts for layer in self.layers if layer.experts},
+            {layer.experts.unbounded for layer in self.layers if layer.experts},
             {layer.streams for layer in self.layers},
         ):
             if len(shapes) > 1:
@@ -283,7 +283,7 @@ class ModelConfig:
 
     @property
     def experts(self) -> Experts | None:
-        """The mixture of experts of layers that have one; all are equal. None where no layer has one."""
+        """The first mixture of experts of a layer; all are equal, but for `unbounded`. None where no layer has one."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @property

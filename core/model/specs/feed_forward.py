@@ -39,6 +39,16 @@ class LimitedSwiglu:
     limit: float
 
     def __str__(self) -> str:
+        return f"silu of at most {self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedSwiglu:
+    """`silu(gate) · up`, with silu(gate) at most `limit` and up within ± `limit` (Step 3.7)."""
+
+    limit: float
+
+    def __str__(self) -> str:
         return f"silu within ±{self.limit:g}"
 
 
@@ -60,8 +70,11 @@ class UngatedActivation(StrEnum):
     """See `ops.elementwise.elementwise.xielu`; each layer has learned parameters (Apertus)."""
 
 
+#: Activations of a gate, by which up is multiplied.
+GatedActivation = Activation | BoundedSwiglu | ClampedSwiglu | LimitedSwiglu
+
 #: Activations of experts.
-ExpertActivation = Activation | ClampedSwiglu | LimitedSwiglu | UngatedActivation
+ExpertActivation = GatedActivation | UngatedActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ class GatedSpec:
     size: int
     """Width of gate and up."""
 
-    activation: Activation | ClampedSwiglu | LimitedSwiglu = Activation.SILU
+    activation: GatedActivation = Activation.SILU
     bias: bool = False
 
     form: str = ""
@@ -122,6 +135,20 @@ class UngatedSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentExperts:
+    """Experts read latents of a layer's input x, which the router reads, and add up to a latent (Muse Spark).
+
+    `up(Σ weight · bare(w · expert(norm(down(x)))))`, where the bare norm has no weights.
+    """
+
+    size: int
+    """Width of latents."""
+
+    eps: float
+    """Of the norm of each expert's output."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
     router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
@@ -140,10 +167,13 @@ class Experts:
     """Width of the gate and up of an expert that every token goes to; 0: there is none."""
 
     shared_activation: ExpertActivation | None = None
-    """The shared expert's; None: that of the others."""
+    """The shared expert's; None: that of the others (Step 3.7 has bounds of its own there)."""
 
     shared_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of a product of x (Qwen3.5)."""
+
+    latent: LatentExperts | None = None
+    """None: experts read the layer's input. A mixture over latents has no shared expert."""
 
     biased: bool = False
     """Each expert's gate, up and down have biases (gpt-oss)."""
@@ -166,6 +196,13 @@ class Experts:
         return replace(self, size=self.image_size, image_size=0)
 
     @property
+    def unbounded(self) -> Experts:
+        """The same without bounds of activations, in which layers of a model may differ."""
+        both = (self.activation, self.shared_activation)
+        own, shared = (Activation.SILU if isinstance(each, BoundedSwiglu) else each for each in both)
+        return replace(self, activation=own, shared_activation=None if shared == own else shared)
+
+    @property
     def is_gated(self) -> bool:
         """True if experts have gates."""
         return not isinstance(self.activation, UngatedActivation)
@@ -183,9 +220,9 @@ class Experts:
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`; those of experts are of each one."""
         shared_gate, has_gates = self.shared_gate, self.is_gated
-        return mixture_projections(
-            hidden, self.count, self.size, self.shared_size, shared_gate=shared_gate, has_gates=has_gates
-        )
+        latent = 0 if self.latent is None else self.latent.size
+        own = {"shared_gate": shared_gate, "has_gates": has_gates, "latent": latent}
+        return mixture_projections(hidden, self.count, self.size, self.shared_size, **own)
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""

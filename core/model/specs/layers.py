@@ -169,6 +169,16 @@ class LayerSpec:
     further input.
     """
 
+    scales_first: bool = False
+    """With `Norms.AROUND`: `x += bare(mixer(norm(x))); x += bare(w · feed_forward(norm_2(x)))`, where bare norms have
+    no weights (Muse Spark).
+    """
+
+    residual_temperature: float | None = None
+    """The residual stream and what parts add have learned factors, see `program.muse_ops.AddGated`; None: they have
+    none (Muse Spark).
+    """
+
     out_eps: float | None = None
     """Of the norms of what its parts add; None: that of the others (Muse Glimmer)."""
 
@@ -212,6 +222,8 @@ class LayerSpec:
         """Why ranks can't share it; None if they can."""
         if self.has_inner_norms:
             return "norms inside of attention and of feed-forward parts are of what all ranks have together"
+        if self.experts is not None and self.experts.latent is not None:
+            return "each expert's output is normalised, of which all ranks together have the sum"
         if self.attention is not None and self.attention.difference is not None:
             return "heads are subtracted from others, which other ranks would have"
         return None

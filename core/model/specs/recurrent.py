@@ -198,11 +198,19 @@ class GatedDeltaSpec(RecurrentSpec):
     gate_rank: int = 0
     """Width of the latents that decays are made of, and of those of the output's gates. Then each channel of a key has
     a decay, there are as many heads of values as of keys, all is parted, and gates are sigmoids (Kimi Delta Attention,
-    arXiv 2510.26692). 0: each head has a decay, made of the layer's input.
+    arXiv 2510.26692). 0: what they are made of is the layer's input.
     """
 
-    lowest: float | None = None
-    """Logarithms of decays of channels are between this and 0 (GLM-5.3-Flash); None: they have no bound."""
+    whole_gates: bool = False
+    """The same without latents: decays of channels and gates are made of the layer's input (Ling 2.6)."""
+
+    bound: float = 0.0
+    """The least logarithm of a decay, below 0: logarithms are that much times a sigmoid. 0: there is none."""
+
+    @property
+    def by_channel(self) -> bool:
+        """True if each channel of a key has a decay; else each head has one."""
+        return self.whole_gates or self.gate_rank > 0
 
     @property
     def k_size(self) -> int:
@@ -235,12 +243,17 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def num_decays(self) -> int:
         """Decays of a token."""
-        return self.k_size if self.gate_rank else self.num_v_heads
+        return self.k_size if self.by_channel else self.num_v_heads
 
     @property
     def input_parts(self) -> tuple[int, int, int, int] | None:
         """See `RecurrentSpec.input_parts`."""
         return (self.channels, self.gate_rank, self.num_v_heads, self.gate_rank) if self.gate_rank else None
+
+    @property
+    def no_native(self) -> str | None:
+        """See `RecurrentSpec.no_native`."""
+        return "decays with a bound" if self.bound else None
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
@@ -252,7 +265,7 @@ class GatedDeltaSpec(RecurrentSpec):
         """See `RecurrentSpec.tensors`."""
         heads = self.num_k_heads
         conv = ((self.k_size, heads), (self.k_size, heads), (self.v_size, heads))
-        at = "self_attn" if self.gate_rank else "linear_attn"
+        at = "self_attn" if self.by_channel else "linear_attn"
         each = MixerTensor((self.num_v_heads,), ((self.num_v_heads, heads),))
         return {
             f"{at}.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv),
@@ -267,12 +280,13 @@ class GatedDeltaSpec(RecurrentSpec):
 
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
         others = found["dt_bias"], found["A_log"], found["norm.weight"]
-        own = {"by_channel": bool(self.gate_rank), "lowest": self.lowest}
-        return DeltaWeights(_taps(found["conv1d.weight"]), *others, self.eps, self.beta, **own)
+        return DeltaWeights(
+            _taps(found["conv1d.weight"]), *others, self.eps, self.beta, by_channel=self.by_channel, bound=self.bound
+        )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
-        if self.gate_rank:
+        if self.by_channel:
             return channel_projections(hidden, self.k_size, self.v_size, self.num_v_heads, self.gate_rank)
         sizes = self.k_size, self.v_size, self.num_k_heads, self.num_v_heads
         return linear_projections(hidden, *sizes, parted=self.parted)
@@ -283,13 +297,8 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def why_not(self, size: int) -> str | None:
         """See `RecurrentSpec.why_not`."""
-        name = "linear_num_heads" if self.gate_rank else "linear_num_key_heads"
+        name = "linear_num_heads" if self.by_channel else "linear_num_key_heads"
         return f"{name} {self.num_k_heads}" if self.num_k_heads % size else None
-
-    @property
-    def no_native(self) -> str | None:
-        """See `RecurrentSpec.no_native`."""
-        return None if self.lowest is None else "decay with a lower bound"
 
     def native_shape(self) -> NativeShape:
         """See `RecurrentSpec.native_shape`."""
@@ -297,12 +306,12 @@ class GatedDeltaSpec(RecurrentSpec):
 
         heads, dims = (self.num_k_heads, self.num_v_heads), (self.k_dim, self.v_dim)
         return NativeShape(
-            NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta, by_channel=bool(self.gate_rank)
+            NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta, by_channel=self.by_channel
         )
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
-        decays = " with a decay of each channel" if self.gate_rank else ""
+        decays = " with a decay of each channel" if self.by_channel else ""
         return (
             f"{self.title}{decays}, with {self.num_k_heads} heads of {self.k_dim} for keys and {self.num_v_heads} of "
             f"{self.v_dim} for values"
@@ -310,7 +319,7 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def launch(self, layout: StateLayout) -> Callable[..., None] | None:
         """See `RecurrentSpec.launch`. The kernel has no factor of new values, and no decays of channels."""
-        if self.beta != 1.0 or self.gate_rank:
+        if self.beta != 1.0 or self.by_channel:
             return None
         from ....ops.mixers.gated_delta import step_in_pages
         from ....ops.mixers.gated_delta_schedule import StepConstants

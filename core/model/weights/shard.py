@@ -44,14 +44,7 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
     if why := next(filter(None, (layer.why_whole for layer in whole.layers)), None):
         return why
-    counts = [("num_attention_heads {}", whole.num_heads)]
-    if whole.experts is not None:
-        counts.append(("width of experts, {},", whole.experts.size))
-        counts.append(("width of the shared expert, {},", whole.experts.shared_size))
-        counts.append(("width of images' experts, {},", whole.experts.image_size))
-    sizes = [layer.dense.size for layer in whole.layers if layer.dense is not None]
-    counts += [("intermediate_size {}", size) for size in dict.fromkeys((whole.intermediate_size, *sizes))]
-    for what, count in counts:
+    for what, count in _counts(whole):
         if count % size:
             return f"{what.format(count)} is not divisible by it"
     if whole.recurrent is not None and (field := whole.recurrent.why_not(size)):
@@ -60,6 +53,17 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
         if kv_heads % size and size % kv_heads:
             return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
     return None
+
+
+def _counts(whole: ModelConfig) -> list[tuple[str, int]]:
+    """What ranks share in equal parts, each with its name in errors."""
+    counts = [("num_attention_heads {}", it.num_heads) for it in whole.attention_shapes]
+    if whole.experts is not None:
+        counts.append(("width of experts, {},", whole.experts.size))
+        counts.append(("width of the shared expert, {},", whole.experts.shared_size))
+        counts.append(("width of images' experts, {},", whole.experts.image_size))
+    sizes = [layer.dense.size for layer in whole.layers if layer.dense is not None]
+    return counts + [("intermediate_size {}", size) for size in dict.fromkeys((whole.intermediate_size, *sizes))]
 
 
 #: All of a model, of one rank.

@@ -255,6 +255,9 @@ class _Layer:
             yield self._vector("router_norm", "router.scale", Keep.NORM, self._hidden**-0.5)
         if spec.experts is not None:
             yield from self._mixture(spec.experts)
+        if spec.residual_temperature is not None:
+            for name, part in (("attention_gate", "attention"), ("mlp_gate", "feedforward")):
+                yield self._vector(name, f"post_{part}_residual_gate.gate", Keep.FLOAT32)
 
     def _further(self) -> Iterator[Slot]:
         """Of the layer's further input, and its factor."""
@@ -268,7 +271,8 @@ class _Layer:
         """Norms of these names that the layer has."""
         weight, bias, length = "weight", "bias", (self._hidden,)
         for name in (name for name in names if name in self._norms):
-            if self._norm.weightless:
+            is_bare = self._spec.scales_first and name == "attention_out_norm"
+            if self._norm.weightless or is_bare:
                 tensors = (SlotTensor(f"{name}.{weight}", length, made=(1.0,)),)
             else:
                 ends = (weight, bias) if self._norm.biased else (weight,)
@@ -345,6 +349,10 @@ class _Layer:
         if spec.biased:
             yield self._of_experts("gate_up_bias", Group.EXPERT_GATE_UP, is_bias=True)
             yield self._of_experts("down_bias", Group.EXPERT_DOWN, is_bias=True)
+        if (latent := spec.latent) is not None:
+            yield from self._matrices(Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
+            yield Slot("latent_norm", (SlotTensor("mlp.pre_expert_norm.weight", (latent.size,)),), Keep.NORM)
+            yield from small("out_norm", "mlp.experts.post_expert_norm.weight", latent.size)
         if spec.image_size:
             yield from self._of_images(spec)
 

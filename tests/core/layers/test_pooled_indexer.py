@@ -105,7 +105,7 @@ def test_decays_have_a_bound_as_transformers_module_says():
         x = torch.randn(1, 5, 16)
         decays = gate.f_b_proj(gate.f_a_proj(x))[0]
         taps, norm = torch.randn(2, 72), torch.ones(8)
-        weights = DeltaWeights(taps, gate.dt_bias, gate.A_log, norm, 1e-5, by_channel=True, lowest=-5.0)
+        weights = DeltaWeights(taps, gate.dt_bias, gate.A_log, norm, 1e-5, by_channel=True, bound=-5.0)
         state = RecurrentState(torch.zeros(1, 1, 72), torch.zeros(1, 3, 8, 8))
         rows = torch.cat((torch.randn(5, 72), torch.randn(5, 24 + 3), decays), 1)
         found = _inputs(rows[:, :72], rows, weights, state).log_decay
@@ -198,6 +198,6 @@ def test_the_bound_of_decays_is_that_of_transformers(tmp_path, linear, lowest):
     fields = ConfigJson(tmp_path, raw).with_defaults(GLM_5_NEXT_TEXT.defaults)
     config, theirs = GLM_5_NEXT_TEXT.read(fields), Glm5NextTextConfig(**raw)
     found = config.recurrent
-    assert (found.lowest, found.k_dim, found.num_k_heads) == (lowest, theirs.linear_head_dim, theirs.linear_num_heads)
+    assert (found.bound or None, found.k_dim, found.num_k_heads) == (lowest, theirs.linear_head_dim, theirs.linear_num_heads)
     assert theirs.linear_lower_bound == lowest
     assert [layer.attention is not None for layer in config.layers] == [False, False, False, True]

@@ -77,5 +77,8 @@ ADAPTER_ROWS = [
     all_linear("dots-3-note", "parts of a mixture of experts"),
     all_linear("minimax-m3", "parts of a mixture of experts"),
     all_linear("dbrx", "parts of a mixture of experts"),
+    all_linear("step-3.7", "parts of a mixture of experts"),
+    all_linear("ling-2.6", "parts of a mixture of experts"),
+    all_linear("muse-spark", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]

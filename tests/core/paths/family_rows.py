@@ -29,6 +29,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"refused": {RANKS: "norms inside of attention"}} for name in ("bitnet", "bitnet-biased")},
     **{name: {"refused": {RANKS: "heads are subtracted"}} for name in ("diffllama", "diffllama-biased")},
     "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
+    **{name: {"untold": {**ROUTED, **SUMS_OF_LATENTS}} for name in ("ling-2.6", "ling-2.6-q-latents")},
+    "muse-spark": {"refused": {RANKS: "each expert's output is normalised"}},
 }
 
 FAMILY_ROWS = [Subject(name, partial(make_tiny, name), family=name, **FIELDS.get(name, {})) for name in EVERY]

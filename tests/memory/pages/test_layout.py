@@ -154,7 +154,7 @@ class TestPageGroups:
     @given(layers_of_shapes)
     def test_layers_of_several_shapes_fit_in_equal_pages(self, layers):
         windows, shapes = [window for window, _ in layers], [shape for _, shape in layers]
-        layout = PageLayout(len(layers), *shapes[0], 4, 2, tuple(windows), tuple(shapes))
+        layout = PageLayout(len(layers), shapes[0].heads, shapes[0].head_dim, 4, 2, tuple(windows), tuple(shapes))
         assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(len(layers)))
         room = layout.page_bytes // (2 * 2 * 4)
         used = [sum(shapes[layer].elems for layer in group.layers) for group in layout.groups]
@@ -164,7 +164,7 @@ class TestPageGroups:
             assert kinds == {(group.window, shapes[group.layers[0]])}
         arena = Arena(layout, 1 + len(layout.groups), torch.float16, "cpu")
         for layer, (k, v) in enumerate(arena.kv_layers):
-            assert k.shape == v.shape == (arena.num_pages, 4, *shapes[layer])
+            assert k.shape == v.shape == (arena.num_pages, 4, shapes[layer].heads, shapes[layer].head_dim)
             page = 1 + layout.group_of_layer[layer]
             k[page] += 1
             v[page] += 1
@@ -181,7 +181,7 @@ class TestPageGroups:
             is_whole = [layer % interval == interval - 1 for layer in range(layers)]
             shapes = tuple(whole if each else local for each in is_whole)
             windows = tuple(None if each else window for each in is_whole)
-            layout = PageLayout(layers, *local, 16, 2, windows, shapes)
+            layout = PageLayout(layers, local.heads, local.head_dim, 16, 2, windows, shapes)
             assert [len(group.layers) for group in layout.groups] == sizes
             assert layout.num_growing == 1
             assert layout.page_bytes == 16 * 2 * 2 * sizes[0] * whole.elems

@@ -11,7 +11,9 @@ import pytest
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layer_projections import (
     attention_projections,
+    channel_projections,
     dense_projections,
+    latent_projections,
     linear_projections,
     scan_projections,
 )
@@ -69,6 +71,18 @@ def test_layers_of_two_kinds_share_the_products_that_are_equal():
     assert table.gemm_shape_of == (linear, linear, full, linear)
     assert table.gemm_shapes[0].modules == ((0, 0, 32), (1, 32, 16), (2, 48, 4), (3, 52, 4))
     assert table.gemm_shapes[full[0]].modules == ((4, 0, 16), (5, 16, 8), (6, 24, 8))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_outputs_stand_in_the_order_of_a_layer_whatever_the_order_of_layers(is_first):
+    """Of two kinds of layers that have some modules in common, such as Ling 2.6's."""
+    delta = channel_projections(16, 24, 24, 2, 0)
+    latent = latent_projections(16, 2, q_rank=0, kv_rank=12, key=6, rotated=2, value=4)
+    gate = Projection("self_attn.g_proj", Group.MIXER_IN, 16, 2, 2)
+    table = Projections((delta, (*latent, gate)) if is_first else ((*latent, gate), delta))
+    for layer, projections in enumerate(table.layers):
+        own = [(table.id(each.name), each.outputs) for each in projections if each.group is Group.MIXER_IN]
+        assert own == [(module, width) for module, _, width in table.columns(layer, Group.MIXER_IN)]
 
 
 def test_sums_count_the_layers_that_have_a_projection():

@@ -10,7 +10,14 @@ import torch
 
 from chorus.core.model.moe.experts import ListedExperts, choose, mix_experts
 from chorus.core.model.moe.mixture_lora import MixtureLora
-from chorus.core.model.specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from chorus.core.model.specs.feed_forward import (
+    Activation,
+    BoundedSwiglu,
+    ClampedSwiglu,
+    Experts,
+    Routing,
+    Scoring,
+)
 from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import AdapterRows, Segments
@@ -125,6 +132,8 @@ SPECS = {
     "clamped, biased": Experts(
         16, 40, Routing(3, Scoring.SOFTMAX_OF_CHOSEN, bias=True), ClampedSwiglu(1.702, 1.5), biased=True
     ),
+    "bounded": replace(SPEC, activation=BoundedSwiglu(0.6)),
+    "bounded, shared": replace(SPEC, shared_size=24, shared_activation=BoundedSwiglu(0.2)),
     "sigmoid": replace(SPEC, shared_size=24, routing=Routing(4, Scoring.SIGMOID, True, groups=4, kept_groups=2)),
 }
 
@@ -151,19 +160,24 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
     weights = weights_of(spec)
     rows = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
 
-    def activated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        if isinstance(spec.activation, ClampedSwiglu):
-            limit = spec.activation.limit
+    def activated(gate: torch.Tensor, up: torch.Tensor, activation: object) -> torch.Tensor:
+        if isinstance(activation, ClampedSwiglu):
+            limit = activation.limit
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return (up + 1) * gate * (spec.activation.alpha * gate).sigmoid()
-        if spec.activation is Activation.SILU:
+            return (up + 1) * gate * (activation.alpha * gate).sigmoid()
+        if isinstance(activation, BoundedSwiglu):
+            limit = activation.limit
+            return torch.nn.functional.silu(gate).minimum(torch.tensor(limit)) * up.clamp(-limit, limit)
+        if activation is Activation.SILU:
             return torch.nn.functional.silu(gate) * up
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
-    def expert(row: torch.Tensor, gate_up: Matrix, down: Matrix, *biases: torch.Tensor) -> torch.Tensor:
+    def expert(
+        row: torch.Tensor, gate_up: Matrix, down: Matrix, *biases: torch.Tensor, by: object = spec.activation
+    ) -> torch.Tensor:
         of_in, of_out = biases or (0, 0)
         gate, up = (unpack(gate_up).double() @ row.double() + of_in).chunk(2)
-        return unpack(down).double() @ activated(gate, up) + of_out
+        return unpack(down).double() @ activated(gate, up, by) + of_out
 
     logits = rows @ unpack(weights.router).T
     logits = logits if weights.router_bias is None else logits + weights.router_bias
@@ -176,7 +190,8 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
             for index, factor in zip(chosen.tolist(), factors.double(), strict=True)
         )
         if weights.shared_gate_up is not None:
-            shared = expert(row, weights.shared_gate_up, weights.shared_down)
+            own = spec.activation if spec.shared_activation is None else spec.shared_activation
+            shared = expert(row, weights.shared_gate_up, weights.shared_down, by=own)
             gate = 1.0 if weights.shared_gate is None else (weights.shared_gate @ row).sigmoid().double()
             want = want + gate * shared
         torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)

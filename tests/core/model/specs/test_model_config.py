@@ -779,8 +779,8 @@ WRONG = [
         "tie_word_embeddings is True: the embeddings are normalised",
     ),
     (
-        {"architectures": ["LagunaForCausalLM"], "head_dim": 16, "num_attention_heads_per_layer": [4, 2]},
-        "num_attention_heads_per_layer is [4, 2]: other numbers of heads",
+        {"architectures": ["LagunaForCausalLM"], "head_dim": 16, "num_attention_heads_per_layer": [4, 3]},
+        "num_attention_heads_per_layer is [4, 3]: multiples of num_key_value_heads",
     ),
     (
         {"architectures": ["LagunaForCausalLM"], "moe_router_logit_softcapping": 3.0},

@@ -1,0 +1,138 @@
+"""Ling 2.6: layers of Kimi Delta Attention, whose decays have a bound and are made without latents, and of latent
+attention with a gate of each head; DeepSeek-V3's experts after the first layers.
+
+Tests: tests/core/layers/test_ling.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config_json import ConfigJson
+from ..specs.attention import OutputGate
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.recurrent import GatedDeltaSpec
+from ..specs.tensor_names import CORRECTION, JOINED_CONVS, TensorNames
+from . import glm_moe, latent, reading
+
+_LINEAR = "linear_attention"
+
+#: Names of fields here, and in checkpoints.
+_FIELDS = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
+
+#: What transformers reads again where it has saved it, and the fields that others have it in.
+_LINEAR_FIELDS = {
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_attention_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    fields = reading.renamed(fields, _FIELDS)
+    if (activation := fields.text("hidden_act", "silu")) != "silu":
+        raise fields.refuse("hidden_act", f"Kimi Delta Attention is supported with silu alone, not with {activation}")
+    if fields.boolean("tie_word_embeddings"):
+        raise fields.refuse("tie_word_embeddings", "transformers does not tie them for this family; set it to false")
+    attention = replace(latent.attention(fields, interleaved=True), output_gate=OutputGate.OF_HEADS)
+    mixers = {reading.FULL: attention, _LINEAR: _delta(fields)}
+    types = reading.layer_types(fields, fields.integer("layer_group_size"), other=_LINEAR)
+    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    model = glm_moe.model(fields, [mixers[kind] for kind in types], _NAMES, has_experts=has_experts)
+    published = replace(_PUBLISHED, left_out=model.tensors.left_out)
+    return replace(model, tensors=replace(model.tensors, published=(published,)))
+
+
+def _delta(fields: ConfigJson) -> GatedDeltaSpec:
+    size, heads, conv = (
+        fields.integer(name if name in fields.raw else other) for name, other in _LINEAR_FIELDS.items()
+    )
+    if conv < 2:
+        raise fields.refuse("short_conv_kernel_size", "a whole number of at least 2 is needed")
+    return GatedDeltaSpec(
+        heads,
+        heads,
+        k_dim=size,
+        v_dim=size,
+        eps=reading.rms_norm(fields).eps,
+        conv_size=conv,
+        whole_gates=True,
+        bound=_bound(fields) if fields.boolean("kda_safe_gate") else 0.0,
+    )
+
+
+def _bound(fields: ConfigJson) -> float:
+    """The least logarithm of a decay."""
+    name = "kda_lower_bound"
+    bound = fields.raw.get(name, -5.0)
+    if not isinstance(bound, int | float) or isinstance(bound, bool) or not -1e12 <= bound < 0:
+        raise fields.refuse(name, "a finite number below 0 is needed, since decays with others would grow")
+    return float(bound)
+
+
+_FORGET_GATE = ("f_proj", "A_log", "dt_bias")
+_NAMES = TensorNames(
+    names={
+        **glm_moe.NAMES,
+        **{f"self_attn.{each}": f"self_attn.forget_gate.{each}" for each in _FORGET_GATE},
+        "self_attn.norm": "self_attn.o_norm",
+    },
+    joined=JOINED_CONVS,
+)
+_OTHERS = ("q_proj", "q_a_proj", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "g_proj", "b_proj")
+_PUBLISHED = TensorNames(
+    prefixes=("model.",),
+    embeddings="word_embeddings",
+    names={
+        **glm_moe.NAMES,
+        **{f"self_attn.{each}": f"attention.{each}" for each in (*_OTHERS, *_FORGET_GATE, "conv1d")},
+        "self_attn.q_norm": "attention.q_a_layernorm",
+        "self_attn.k_norm": "attention.kv_a_layernorm",
+        "self_attn.norm": "attention.o_norm",
+        "self_attn.o_proj": "attention.dense",
+        CORRECTION: "mlp.gate.expert_bias",
+    },
+    joined=JOINED_CONVS,
+)
+LING_2_6 = Family(
+    "Ling 2.6",
+    ("BailingHybridForCausalLM",),
+    _read,
+    {
+        **latent.DEFAULTS,
+        "q_lora_rank": None,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 6000000.0,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "n_shared_experts": 1,
+        "num_experts": 512,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 2,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "short_conv_kernel_size": 4,
+        "layer_group_size": 6,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "eos_token_id": 156895,
+    },
+    _NAMES,
+    notes=f"{reading.LATENTS_NOTE}; draft layers after the last are left out",
+    nulls=("num_key_value_heads",),
+)
