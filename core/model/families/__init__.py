@@ -80,6 +80,7 @@ from . import (
     smollm3,
     stablelm,
     starcoder2,
+    zamba,
 )
 
 ALL: tuple[Family, ...] = (
@@ -167,6 +168,8 @@ ALL: tuple[Family, ...] = (
     mamba_1.FALCON_MAMBA,
     mamba_2.MAMBA_2,
     jamba.JAMBA,
+    zamba.ZAMBA,
+    zamba.ZAMBA_2,
     recurrent_gemma.RECURRENT_GEMMA,
     falcon_h1.FALCON_H1,
     nemotron_h.NEMOTRON_H,

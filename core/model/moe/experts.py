@@ -21,6 +21,7 @@ from ....ops.elementwise.activations import gelu, gelu_tanh, sigmoid
 from ....ops.elementwise.elementwise import (
     clamped_swiglu,
     gelu_and_mul,
+    gelu_by_erf_and_mul,
     relu_squared,
     relu_squared_and_mul,
     silu_and_mul,
@@ -513,6 +514,7 @@ _GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: silu_and_mul,
     Activation.GELU_TANH: gelu_and_mul,
     Activation.RELU_SQUARED: relu_squared_and_mul,
+    Activation.GELU: gelu_by_erf_and_mul,
 }
 
 _ALONE: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {

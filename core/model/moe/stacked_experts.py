@@ -112,7 +112,7 @@ def _gate_of(activation: Activation | ClampedSwiglu | UngatedActivation) -> Gate
             return Gate(Gating.SILU)
         case Activation.GELU_TANH:
             return Gate(Gating.GELU)
-        case Activation.RELU_SQUARED | UngatedActivation():
+        case Activation.RELU_SQUARED | Activation.GELU | UngatedActivation():
             return None
 
 

@@ -19,6 +19,7 @@ from .end_ops import (
     Embed,
     EmbedMedia,
     JoinStreams,
+    KeepEmbeddings,
     Logits,
     NormParts,
     PlaceImages,
@@ -26,7 +27,7 @@ from .end_ops import (
     Select,
     SplitStreams,
 )
-from .ops import CHOSEN, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Scale, Sum
+from .ops import CHOSEN, EMBEDDED, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Scale, Sum
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -43,7 +44,7 @@ class EndPrograms:
     """They make further inputs of all layers; none where layers have none."""
 
     split: tuple[Op, ...]
-    """They make several streams of the residual stream."""
+    """They make several streams of the residual stream, or keep it as it is before all layers."""
 
     join: tuple[Op, ...]
     """They make one of them, behind all layers."""
@@ -75,7 +76,7 @@ def end_programs(config: ModelConfig) -> EndPrograms:
     return EndPrograms(
         embed=tuple(_embed(config)),
         inputs=tuple(_inputs(config)),
-        split=() if streams is None else (SplitStreams(streams.made),),
+        split=tuple(_split(config)),
         join=() if streams is None else (JoinStreams(streams.joined),),
         kept=(Select((STREAM,), Rows.KEPT), final),
         states=(Select((STREAM,), Rows.LOGITS), final),
@@ -88,6 +89,8 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
     found = list[Kept]()
     if (streams := config.streams) is not None:
         found.append(Kept(STREAMS, (streams.count, config.hidden_size)))
+    if config.has_blocks:
+        found.append(Kept(EMBEDDED, (config.hidden_size,)))
     if (inputs := config.layer_inputs) is not None:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
     if (top_k := config.top_k) is not None:
@@ -126,6 +129,12 @@ def _inputs(config: ModelConfig) -> list[Op]:
         Sum(INPUTS, "rows", INPUTS),
         Scale(INPUTS, INPUTS, 2**-0.5),
     ]
+
+
+def _split(config: ModelConfig) -> list[Op]:
+    if (streams := stream_slots(config.streams)) is not None:
+        return [SplitStreams(streams.made)]
+    return [KeepEmbeddings()] if config.has_blocks else []
 
 
 def _logits(config: ModelConfig) -> list[Op]:

@@ -27,7 +27,9 @@ from ..tiny_families import NO_OUT_PROJ, load_peft, save_family, train_vectors, 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 #: Together they have every group.
-FAMILIES = ("llama-biased", "deepseek-v3", "kimi-linear", "falcon-h1", "gemma-3n", "qwen3.5-moe", "falcon-mamba")
+FAMILIES = (
+    *("llama-biased", "deepseek-v3", "kimi-linear", "falcon-h1", "gemma-3n", "qwen3.5-moe", "falcon-mamba", "zamba-2"),
+)
 
 INVOCATION = [7, 9]
 
