@@ -43,6 +43,8 @@ REFUSED = {
     "gemma-4-inputs": "further input of layers",
     "gemma-3n": "residual of several streams",
     "gemma-3n-biased": "residual of several streams",
+    "zamba": "Mamba 1 by heads",
+    "zamba-biased": "Mamba 1 by heads",
 }
 """Families that the native decoder refuses, and why."""
 
