@@ -136,7 +136,7 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden
     head = 0 if whole.tie_word_embeddings else embeddings // size
-    every = chain(*whole.projections.layers, (each for each in whole.projections.model if each.group is Group.INPUTS))
+    every = chain(whole.stored_projections, (each for each in whole.projections.model if each.group is Group.INPUTS))
     table = 0 if whole.layer_inputs is None else whole.layer_inputs.vocab * whole.layer_inputs.size * whole.num_layers
     projections = sum(each.num_weights // (1 if each.is_replicated else size) for each in every)
     streams = 0 if whole.streams is None else whole.streams.num_weights(hidden, whole.num_layers)

@@ -13,6 +13,7 @@ _GATED = {
     Activation.SILU: NativeActivation.SILU,
     Activation.GELU_TANH: NativeActivation.GELU,
     Activation.RELU_SQUARED: NativeActivation.RELU_SQUARED_GATE,
+    Activation.GELU: NativeActivation.GELU_BY_ERF_GATE,
 }
 
 #: Of parts without a gate. Their names are those of others.

@@ -47,6 +47,9 @@ _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.wei
 
 _SIDES = {"lora_A.weight": "A", "lora_B.weight": "B"}
 
+#: Digits of a layer's number that are read: no model has as many layers.
+_DIGITS = 7
+
 
 @lru_cache(16)
 def _wrapped(around: tuple[str, ...], layers: str, embeddings: str) -> re.Pattern[str]:
@@ -60,7 +63,8 @@ def _wrapped(around: tuple[str, ...], layers: str, embeddings: str) -> re.Patter
 class AdapterWeights(RowsFile):
     """The tensors of an adapter under Llama's names for them, whatever model was around the base in training.
 
-    A tensor of several projections is there as one of each; those of `ModulePaths.left_out` are not there.
+    A tensor of several projections is there as one of each; those of `ModulePaths.left_out`, and of modules that their
+    layers never call, are not there.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class AdapterWeights(RowsFile):
         self._paths: set[str] = set()
         self._adapters: set[str] = set()
         self._of_layer: dict[str, str] = {}  # plain names within a layer, by PEFT's: most layers have the same ones
+        self._never_called: set[str] = set()  # plain names of tensors of modules that their layers never call
         self.given_modules: set[str] = set()
         """Modules of layers that have tensors, by the names that the file gives them, where no configuration says so;
         once `tensors` was read.
@@ -164,9 +169,9 @@ class AdapterWeights(RowsFile):
 
     def _is_unused(self, name: str, left_out: tuple[str, ...]) -> bool:
         """Note a tensor of a module that a layer has and does not use; False for any other."""
-        is_unused = name.startswith(left_out)
-        self.num_left_out += is_unused
-        return is_unused
+        is_outside = name.startswith(left_out)
+        self.num_left_out += is_outside
+        return is_outside or name in self._never_called
 
     def _is_apart(self, name: str, info: TensorInfo, left_out: tuple[str, ...]) -> bool:
         """Note a tensor of the model's own modules that `tensors` does not have; False for any other."""
@@ -391,8 +396,12 @@ class AdapterWeights(RowsFile):
         self._paths.add(match[2])
         if not self._form.is_plain:
             self.given_modules.add(f"{found[1]}{name[found.end() :].removesuffix(f'.{match[3]}')}")
-        own = f"{self.modules.usual.get(match[2], match[2])}.{ENDS.get(match[3], match[3])}"
-        if given.startswith(IN_LAYERS):
+        path = modules.without_number(int(match[1].removeprefix(IN_LAYERS)[:_DIGITS]), match[2])
+        if path is None:
+            self._never_called.add(plain)
+            return plain
+        own = f"{modules.usual.get(path, path)}.{ENDS.get(match[3], match[3])}"
+        if given.startswith(IN_LAYERS) and path == match[2]:
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
 

@@ -8,6 +8,7 @@ Tests: tests/memory/files/test_adapter_forms.py, tests/memory/files/test_many_te
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from ..pages.projections import Group, Projection, Projections, UnitRows
+from ..pages.projections import LAYER_GROUPS, Group, Projection, Projections, UnitRows
 from .config import IN_TOWER
 from .slices import Slice, slices_of
 from .tokens.base_tokens import BaseTokens
@@ -97,6 +98,14 @@ class ModulePaths:
 
     layers: str = "layers"
     """The name before a layer's number."""
+
+    places: tuple[int | None, ...] = ()
+    """By layer, the number that paths with `{}` have there: transformers has these modules in lists, with others' that
+    the layer never calls. None, or no entry: the layer has no such path.
+    """
+
+    blocks: tuple[int | None, ...] = ()
+    """By layer, the first layer with the block that it shares; None, or no entry: it shares none."""
 
     embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
@@ -180,6 +189,12 @@ class ModulePaths:
         """True if a projection may have a bias."""
         return self.biased is None or module in self.biased[layer]
 
+    def is_shared(self, layer: int, module: str) -> bool:
+        """True if a projection is of a block that several layers share."""
+        first = self.blocks[layer] if layer < len(self.blocks) else None
+        is_of_several = first is not None and self.blocks.count(first) > 1
+        return is_of_several and self.projections[module].group in LAYER_GROUPS
+
     @property
     def ties_trained(self) -> bool:
         """True if PEFT trains the output projection with the embeddings."""
@@ -206,8 +221,8 @@ class ModulePaths:
         of a projection by the adapter's own path and then by other paths that its configuration may have.
         """
         names = {projection.name for projection in self.projections.layers[layer]}
-        own = ((path, self._in(names, path)) for path in self.by_path)
-        found = {path: parts for path, parts in own if parts}
+        own, place = ((path, self._in(names, path)) for path in self.by_path), self._place(layer)
+        found = {path.replace("{}", place): parts for path, parts in own if parts}
         if self.experts is ExpertForm.EACH:
             found |= {
                 path: (own.name,)
@@ -218,6 +233,24 @@ class ModulePaths:
             found |= {path: parts for path, (name, parts) in self._together_parts.items() if name in names}
         own_slices = ((path, self.slices[path].projection) for path in sorted(self.given_slices))
         return found | {path: (name,) for path, name in own_slices if name in names}
+
+    def _place(self, layer: int) -> str:
+        """The number of `places`; nothing where the layer has none."""
+        return str(self.places[layer]) if layer < len(self.places) and self.places[layer] is not None else ""
+
+    @cached_property
+    def _numbered(self) -> re.Pattern[str] | None:
+        """A pattern of paths that have a number of `places`; None: no path has."""
+        paths = [path.split("{}") for _, path in self.renamed if "{}" in path]
+        either = "|".join(f"(?<={re.escape(begin)})([0-9]+)(?={re.escape(end)}$)" for begin, end in paths)
+        return re.compile(either) if paths else None
+
+    def without_number(self, layer: int, path: str) -> str | None:
+        """A path in a layer, with `{}` for a number of `places`; None for a module that the layer never calls."""
+        if self._numbered is None or (found := self._numbered.search(path)) is None:
+            return path
+        is_own = found[0] == self._place(layer)
+        return f"{path[: found.start()]}{{}}{path[found.end() :]}" if is_own else None
 
     @cached_property
     def slices(self) -> dict[str, Slice]:
@@ -337,7 +370,8 @@ class ModulePaths:
     @cached_property
     def names(self) -> str:
         """Names for PEFT's `target_modules`."""
-        return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in self.by_path))
+        last = (path if "{}" in path else path.rpartition(".")[2] for path in self.by_path)
+        return ", ".join(dict.fromkeys(last))
 
 
 @lru_cache(64)

@@ -31,7 +31,7 @@ _SIDES = {
     OUTPUT_SCALE: "scales of outputs",
     INPUT_SCALE: "scales of inputs",
 }
-_UNUSED = "not used: outside the text model, or without values"
+_UNUSED = "not used: outside the text model, of a module that its layer never calls, or without values"
 
 
 def form_in_words(manifest: AdapterManifest) -> str:

@@ -49,10 +49,9 @@ def vector_targets(
         is_target = (layer, module) in targets
         has_bias = config.bias != "none" and f"{key}.{BIAS}" in file.tensors
         is_of_mixture = modules.projections[module].is_of_mixture
-        if has_bias and not is_of_mixture and not modules.has_bias(layer, module):
-            raise AdapterFormatError(
-                f"{file.path}: tensor {key}.{BIAS} is a bias of {module} in layer {layer}, which the base model has "
-                "not; serve it with the base model that it was trained on"
+        if has_bias and not is_of_mixture:
+            _check_bias(
+                f"{file.path}: tensor {key}.{BIAS} is a bias of {module} in layer {layer}", layer, module, modules
             )
         target = VectorTarget(
             layer,
@@ -73,6 +72,18 @@ def vector_targets(
             _check(file, vector_names(target, keys, modules.projections), target, modules.projections[module])
             found.append(target)
     return tuple(found)
+
+
+def _check_bias(what: str, layer: int, module: str, modules: ModulePaths) -> None:
+    if not modules.has_bias(layer, module):
+        raise AdapterFormatError(
+            f"{what}, which the base model has not; serve it with the base model that it was trained on"
+        )
+    if modules.is_shared(layer, module):
+        raise AdapterFormatError(
+            f"{what}, whose block other layers share: training it changed theirs, too, which is not supported; train "
+            "with bias='none'"
+        )
 
 
 def _scales_next(

@@ -199,6 +199,14 @@ def scan_projections(hidden: int, size: int, rank: int, state: int, blocks: int)
     )
 
 
+def headed_scan_projections(hidden: int, size: int, heads: int) -> tuple[Projection, ...]:
+    """Those of Mamba 1 by heads, of `size` channels: x and gates alternate in the outputs of the first."""
+    return (
+        Projection("mamba.in_proj", Group.MIXER_IN, hidden, 2 * size, heads),
+        Projection("mamba.out_proj", Group.MIXER_OUT, size, hidden, heads),
+    )
+
+
 def unit_projections(hidden: int, size: int, heads: int) -> tuple[Projection, ...]:
     """Those of gated linear recurrent units: of their gates, of their inputs, and of their outputs."""
     return (
@@ -240,6 +248,30 @@ def norm_gate_projections(hidden: int, rank: int, norms: Sequence[str]) -> tuple
             Projection(f"norm_gates.{norm}.fc2", up, rank, hidden, 1),
         )
     )
+
+
+def place_projections(
+    hidden: int, widths: Sequence[tuple[str, int, int]], heads_rank: int, ffn: int, mlp_rank: int
+) -> tuple[Projection, ...]:
+    """A layer's own matrices beside a block that layers share. widths: of queries, keys and values: the letter, the
+    width of all heads, and their number. heads_rank, mlp_rank: inner widths of the pairs of these, and of that of gate
+    and up, whose width is ffn; 0: there are none. The block's input is twice as wide as the residual stream.
+    """
+    ups = (Group.PLACE_QUERY_UP, Group.PLACE_KEY_UP, Group.PLACE_VALUE_UP)
+    found = []
+    if heads_rank:
+        down = Group.PLACE_HEADS_DOWN
+        found += [Projection(f"self_attn.{each}_place_down", down, 2 * hidden, heads_rank, 1) for each, _, _ in widths]
+        found += [
+            Projection(f"self_attn.{each}_place_up", group, heads_rank, width, heads)
+            for group, (each, width, heads) in zip(ups, widths, strict=True)
+        ]
+    if mlp_rank:
+        found += [
+            Projection("mlp.place_down", Group.PLACE_MLP_DOWN, hidden, mlp_rank, 1),
+            Projection("mlp.place_up", Group.PLACE_MLP_UP, mlp_rank, 2 * ffn, ffn, sections=(ffn, ffn)),
+        ]
+    return (*found, Projection("linear", Group.PLACE_OUT, hidden, hidden, 1))
 
 
 def model_projections(vocab: int, hidden: int, head: int, inputs: int = 0) -> tuple[Projection, ...]:

@@ -99,6 +99,23 @@ class Group(IntEnum):
 
     MLP_GATES_UP = 30
 
+    PLACE_HEADS_DOWN = 31
+    """A layer's own small matrices beside shared ones: the first of queries', keys' and values' pairs."""
+
+    PLACE_QUERY_UP = 32
+    """The second one of queries; likewise `PLACE_KEY_UP` and `PLACE_VALUE_UP`."""
+
+    PLACE_KEY_UP = 33
+    PLACE_VALUE_UP = 34
+
+    PLACE_MLP_DOWN = 35
+    """Likewise, the pair of gate and up."""
+
+    PLACE_MLP_UP = 36
+
+    PLACE_OUT = 37
+    """Of a layer whose block others share: from the block's output to what its mixer reads."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -137,12 +154,29 @@ NORM_GATES = {
 #: Those of all small matrices beside a layer's parts, which adapters are never merged into.
 SMALL_GROUPS = (*INPUT_GROUPS, *LOW_RANK_GROUPS, *NORM_GATES["attention_norm"], *NORM_GATES["mlp_norm"])
 
+#: Pairs of small matrices that a layer has of its own beside a block that layers share.
+PLACE_PAIRS = (
+    Group.PLACE_HEADS_DOWN,
+    Group.PLACE_QUERY_UP,
+    Group.PLACE_KEY_UP,
+    Group.PLACE_VALUE_UP,
+    Group.PLACE_MLP_DOWN,
+    Group.PLACE_MLP_UP,
+)
+
+#: All that it has of its own.
+PLACE_GROUPS = (*PLACE_PAIRS, Group.PLACE_OUT)
+
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *GATE_GROUPS, *BESIDE_GROUPS, *SMALL_GROUPS)
+FURTHER_GROUPS = (*LATENT_GROUPS, *GATE_GROUPS, *BESIDE_GROUPS, *SMALL_GROUPS, *PLACE_GROUPS)
 
 _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
 
-_REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *SMALL_GROUPS, Group.INPUTS, Group.INDEX_UP})
+_OF_PLACES = (Group.PLACE_HEADS_DOWN, Group.PLACE_MLP_DOWN, Group.PLACE_OUT)
+
+_REPLICATED = frozenset(
+    {Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *SMALL_GROUPS, Group.INPUTS, Group.INDEX_UP, *_OF_PLACES}
+)
 
 _ROW_PARALLEL = frozenset(
     {Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN, Group.BESIDE_OUT, Group.SCAN_IN}
@@ -395,7 +429,7 @@ class Projections:
 
     def scales(self, name: str) -> str | None:
         """The projection whose inputs each have an output of this one as a factor, in every layer that has this one:
-        of a gated part's `up_proj` its `down_proj`. None for others.
+        of a gated part's `up_proj` its `down_proj`, unless something is added to the former. None for others.
         """
         return self._scaled.get(name)
 
@@ -407,7 +441,8 @@ class Projections:
             inputs, outputs = (
                 [each.name for each in layer if each.group is own] for own in (Group.GATE_UP, Group.DOWN)
             )
-            if len(inputs) == 2 and len(outputs) == 1:
+            is_alone = not any(each.group is Group.PLACE_MLP_UP for each in layer)
+            if len(inputs) == 2 and len(outputs) == 1 and is_alone:
                 found[inputs[1]] = outputs[0]
             else:
                 without.update(inputs)

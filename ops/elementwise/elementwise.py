@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import float8_kv
-from .activations import gelu_tanh, sigmoid, silu, softplus
+from .activations import gelu, gelu_tanh, sigmoid, silu, softplus
 from .elementwise_schedule import Gating
 from .rotation import HeadNorms, KvSlots, NewLatents, Rotation
 
@@ -285,6 +285,12 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return _kernels().gate_and_mul(gate_up, Gating.GELU)
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_tanh(gate) * up
+
+
+def gelu_by_erf_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) · up`, gelu by the normal distribution, for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate) * up
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

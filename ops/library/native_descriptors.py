@@ -54,6 +54,7 @@ class NativeActivation(StrEnum):
     """By tanh, as torch's `gelu(approximate="tanh")`."""
     RELU_SQUARED_GATE = "kReluSquaredGate"
     """`max(gate, 0)² · up`."""
+    GELU_BY_ERF_GATE = "kGeluByErfGate"
     CLAMPED_SWIGLU = "kClampedSwiglu"
     """Of experts only: it has parameters."""
     GELU_ALONE = "kGeluAlone"

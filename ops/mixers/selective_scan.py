@@ -97,14 +97,14 @@ class SelectiveScanWeights(RecurrentWeights):
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """Chunk after chunk."""
         x, dt, b, c = self._parts(rows[:, : self._inner].float())
-        held, found = _by_rows(state.recurrent)[0], []
+        held, found = by_rows(state.recurrent)[0], []
         for first in range(0, len(rows), CHUNK):
             own = slice(first, first + CHUNK)
             left, seen = scanned(*self._terms(x[own], dt[own], b[own]))
             states = seen + left * held
             held = states[-1]
             found.append((c[own][:, :, None] * states).sum(1))
-        _write(state.recurrent, held[None])
+        write_rows(state.recurrent, held[None])
         return torch.cat(found) + self.d * x
 
     def tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
@@ -153,16 +153,16 @@ class SelectiveScanWeights(RecurrentWeights):
     def _updated(self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """The states after one token of each sequence, `[sequences, state, channels]`."""
         kept, added = self._terms(x, dt, b)
-        held = kept * _by_rows(state.recurrent) + added
-        _write(state.recurrent, held)
+        held = kept * by_rows(state.recurrent) + added
+        write_rows(state.recurrent, held)
         return held
 
 
-def _by_rows(states: torch.Tensor) -> torch.Tensor:
+def by_rows(states: torch.Tensor) -> torch.Tensor:
     """States `[sequences, heads, state, head_dim]` as `[sequences, state, channels]`."""
     return states.transpose(1, 2).flatten(2)
 
 
-def _write(states: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write what `_by_rows` reads."""
+def write_rows(states: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write what `by_rows` reads."""
     states.copy_(rows.unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2))

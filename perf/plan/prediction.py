@@ -122,7 +122,7 @@ def predicted_profile(
         )
     size, layers = _BYTES[model.dtype], model.num_layers
     # the parts of layers, of which those that were measured have two
-    parts = ((it.mixer, it.feed_forward, it.mixer_beside) for it in model.layers)
+    parts = ((it.mixer, it.feed_forward, it.mixer_beside, it.block) for it in model.layers)
     whole = sum(part is not None for own in parts for part in own) / 2
     every = [each for layer in model.projections.layers for each in layer]
     in_experts = sum(each.num_weights for each in every if each.experts)

@@ -168,4 +168,7 @@ def described(directory: Path) -> list[str]:
     if recurrent := model.recurrent:
         verb = "are" if all(layer.mixer_beside is None for layer in model.layers) else "have, beside attention,"
         lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
+    if blocks := [layer.block.first for layer in model.layers if layer.block]:
+        shared = f"{len(set(blocks))} blocks of attention and a feed-forward part"
+        lines.append(f"{len(blocks)} of them are behind one of {shared}, whose weights they share")
     return lines

@@ -22,7 +22,7 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
 
 from ..conftest import quiet
-from .tiny_families import ADAPTERS, Tiny, load_peft, save_tiny
+from .tiny_families import ADAPTERS, SMALL_WEIGHTS, Tiny, load_peft, save_tiny
 
 Fields = dict[str, Any]
 
@@ -421,6 +421,48 @@ def _jamba(rng: random.Random) -> Fields:
     }
 
 
+def _zamba(rng: random.Random) -> Fields:
+    found = _zamba_2(rng)
+    del found["mamba_ngroups"]
+    for name in ("use_shared_attention_adapter", "adapter_rank", "use_mem_rope", "add_bias_linear", "num_mem_blocks"):
+        del found[name]
+    return {
+        **found,
+        "mamba_dt_rank": rng.choice(("auto", 2, 6)),
+        "mamba_conv_bias": rng.random() < 0.5,
+        "mamba_proj_bias": rng.random() < 0.5,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
+def _zamba_2(rng: random.Random) -> Fields:
+    heads, mamba_heads, groups = rng.choice((1, 2, 3, 4, 6)), rng.choice((1, 2, 4)), rng.choice((1, 2))
+    count, has_pairs = rng.choice((2, 3, 5, 6)), rng.random() < 0.5
+    types = [rng.choice(("linear_attention", "hybrid")) for _ in range(count - 1)]
+    fewer = [each for each in (1, 2, 3, heads) if heads % each == 0]
+    return {
+        **_common(rng),
+        "num_hidden_layers": count,
+        "layers_block_type": [*types, "hybrid"] if rng.random() < 0.5 else ["hybrid", *types],
+        "hidden_size": heads * rng.choice((4, 8, 12)) * (8 if heads == 1 else 4 if heads < 4 else 2),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if has_pairs else rng.choice(fewer),
+        "n_mamba_heads": mamba_heads * groups,
+        "mamba_ngroups": groups,
+        "mamba_expand": rng.choice((1, 2)),
+        "mamba_d_state": rng.choice((4, 8, 16)),
+        "mamba_d_conv": rng.choice((2, 3, 4)),
+        "num_mem_blocks": rng.choice((1, 2, 3)),
+        "use_shared_attention_adapter": has_pairs,
+        "adapter_rank": rng.choice((2, 6, 10, 16)),
+        "use_mem_rope": rng.random() < 0.5,
+        "add_bias_linear": rng.random() < 0.5,
+        "hidden_act": rng.choice(("gelu", "silu", "gelu_pytorch_tanh")),
+        "tie_word_embeddings": True,  # by which transformers ties blocks, too
+        **SMALL_WEIGHTS,
+    }
+
+
 def _mimo(rng: random.Random) -> Fields:
     found, own, head_dim = _grouped(rng), _experts(rng), rng.choice((12, 16, 24, 32))
     count = found["num_hidden_layers"]
@@ -590,6 +632,8 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "mamba-1": _mamba_1,
     "falcon-mamba": _falcon_mamba,
     "jamba": _jamba,
+    "zamba": _zamba,
+    "zamba-2": _zamba_2,
     "recurrent-gemma": _recurrent_gemma,
     "mimo-v2-flash": _mimo,
     "step-3.7": _step,

@@ -87,6 +87,7 @@ from . import (
     stablelm,
     starcoder2,
     step,
+    zamba,
 )
 
 ALL: tuple[Family, ...] = (
@@ -175,6 +176,8 @@ ALL: tuple[Family, ...] = (
     mamba_1.FALCON_MAMBA,
     mamba_2.MAMBA_2,
     jamba.JAMBA,
+    zamba.ZAMBA,
+    zamba.ZAMBA_2,
     recurrent_gemma.RECURRENT_GEMMA,
     falcon_h1.FALCON_H1,
     nemotron_h.NEMOTRON_H,

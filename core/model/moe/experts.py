@@ -22,6 +22,7 @@ from ....ops.elementwise.elementwise import (
     bounded_silu_and_mul,
     clamped_swiglu,
     gelu_and_mul,
+    gelu_by_erf_and_mul,
     limited_swiglu,
     relu_squared,
     relu_squared_and_mul,
@@ -549,6 +550,7 @@ _GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: silu_and_mul,
     Activation.GELU_TANH: gelu_and_mul,
     Activation.RELU_SQUARED: relu_squared_and_mul,
+    Activation.GELU: gelu_by_erf_and_mul,
 }
 
 _ALONE: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -121,7 +121,7 @@ def _gate_of(activation: ExpertActivation) -> Gate | None:
             return Gate(Gating.SILU)
         case Activation.GELU_TANH:
             return Gate(Gating.GELU)
-        case Activation.RELU_SQUARED | BoundedSwiglu() | LimitedSwiglu() | UngatedActivation():
+        case Activation.RELU_SQUARED | Activation.GELU | BoundedSwiglu() | LimitedSwiglu() | UngatedActivation():
             return None
 
 

@@ -17,11 +17,13 @@ from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
 from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.recurrent import RecurrentSpec
+from ..specs.shared_block import SharedBlock
 from ..weights.slots import CONNECTIONS, MATRICES, norms_of
 from .hyper_ops import ConnectStreams, GiveToStreams, SumStreams
 from .muse_ops import AddGated, NormHeads, NormScaled
 from .ops import (
     CHOSEN,
+    EMBEDDED,
     STREAM,
     Activate,
     Add,
@@ -109,13 +111,16 @@ class LayerProgram:
 
 def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
     """The program of a layer with norms of this kind. spec: of a TP rank's share."""
-    match spec.streams:
+    builder = _Builder(spec, norm)
+    match spec.block or spec.streams:
+        case SharedBlock() as block:
+            builder = _BlockBuilder(spec, norm, block)
+        case StreamsSpec() as streams:
+            builder = _StreamBuilder(spec, norm, streams)
+        case HyperConnectionSpec() as streams:
+            builder = _HyperBuilder(spec, norm, streams)
         case None:
-            builder = _Builder(spec, norm)
-        case StreamsSpec():
-            builder = _StreamBuilder(spec, norm, spec.streams)
-        case HyperConnectionSpec():
-            builder = _HyperBuilder(spec, norm, spec.streams)
+            pass
     builder.build()
     before, mixers, after = map(tuple, builder.parts)
     return LayerProgram(before, mixers, after, tuple(builder.reads), tuple(builder.mixed), builder.earlier)
@@ -399,7 +404,7 @@ class _Builder:
         if isinstance(spec, Experts):
             return self._experts(spec, rows, "y")
         assert spec is not None, "the layer has the part"
-        self._gemm(Group.GATE_UP, rows, "gu")
+        self._gate_up(rows)
         if isinstance(spec, GatedSpec):
             if spec.gate_factor != 1.0:
                 self._put(Scale(View("gu", 0, spec.size), "gu", spec.gate_factor, in_place=True))
@@ -413,6 +418,9 @@ class _Builder:
         self._put(AllReduce("y"))
         self._scaled("y", spec.factor if isinstance(spec, GatedSpec) else 1.0, "y")
         return "y"
+
+    def _gate_up(self, rows: str) -> None:
+        self._gemm(Group.GATE_UP, rows, "gu")
 
     def _experts(self, spec: Experts, rows: str, out: str, routed: str | None = None) -> str:
         if spec.latent is not None:
@@ -543,3 +551,61 @@ class _StreamBuilder(_Builder):
         self._put(Sum("n", "l", "l"))
         self._put(Add("o", "l"))
         self._put(Scale("o", "o", 2**-0.5, in_place=True))
+
+
+class _BlockBuilder(_Builder):
+    """Appends the ops of a layer with a block before its mixer: see `SharedBlock`.
+
+    Attention and the mixer are apart, so the program has two parts.
+    """
+
+    def __init__(self, spec: LayerSpec, norm: NormSpec, block: SharedBlock) -> None:
+        super().__init__(spec, norm)
+        self._block = block
+
+    def build(self) -> None:
+        """See `_Builder.build`."""
+        attention, mixer = self.spec.attention, self._block.mixer
+        assert attention is not None, "a block has attention"
+        both = self._put(Concat((STREAM, EMBEDDED), "xe"))
+        rows = self._put(Norm(both, "n", "block_norm", self.norm))
+        self._gemm(Group.MIXER_IN, rows, "in")
+        if self._block.heads_rank:
+            self._heads_of_place(rows, self._block.heads_rank)
+        self._queries(attention)
+        attended = Kept("a", (attention.num_heads, attention.attended_dim))
+        self.earlier = LayerProgram(
+            tuple(self.parts[0]), (Attend("q", attended.name, attention),), (), tuple(self.reads), (attended,)
+        )
+        self.parts = [], [], []
+        self._ops = self.parts[0]
+        self._gemm(Group.MIXER_OUT, attended.name, "y")
+        self._put(AllReduce("y"))
+        self._ops.append(Begin("mlp"))
+        y = self._feed_forward(self._normed("y", "mlp_norm"))
+        self._ops.append(End())
+        self._put(Sum(STREAM, self._gemm(Group.PLACE_OUT, y, "t"), "xt"))
+        self._gemm(Group.BESIDE_IN, self._put(Norm("xt", "n", "second_norm", self.norm)), "r")
+        self.reads = [Kept("r", (mixer.in_size,))]
+        self.parts[1].append(Mix("r", "m", mixer))
+        self.mixed = [Kept("m", (mixer.out_size,))]
+        self._ops = self.parts[2]
+        self._gemm(Group.BESIDE_OUT, "m", "z")
+        self._add(self._put(AllReduce("z")))
+
+    def _heads_of_place(self, rows: str, rank: int) -> None:
+        """Add the layer's own pairs of small matrices to queries, keys and values."""
+        low = self._gemm(Group.PLACE_HEADS_DOWN, rows, "low")
+        ups = ((Group.PLACE_QUERY_UP, "qu"), (Group.PLACE_KEY_UP, "ku"), (Group.PLACE_VALUE_UP, "vu"))
+        parts = tuple(
+            self._gemm(group, View(low, at * rank, (at + 1) * rank, copied=True), out)
+            for at, (group, out) in enumerate(ups)
+        )
+        self._put(Sum("in", self._put(Concat(parts, "low")), "in"))
+
+    def _gate_up(self, rows: str) -> None:
+        super()._gate_up(rows)
+        if not self._block.mlp_rank:
+            return
+        low = self._gemm(Group.PLACE_MLP_DOWN, rows, "low")
+        self._put(Sum("gu", self._gemm(Group.PLACE_MLP_UP, low, "gl"), "gu"))

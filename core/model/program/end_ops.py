@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .ops import STREAM, STREAMS, Op
+from .ops import EMBEDDED, STREAM, STREAMS, Op
 
 
 class Rows(Enum):
@@ -89,6 +89,17 @@ class NormParts(Op):
     out: str
     weight: str
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEmbeddings(Op):
+    """A copy of x, which all layers may read."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+
+    x: str = STREAM
+    out: str = EMBEDDED
 
 
 @dataclass(frozen=True, slots=True)

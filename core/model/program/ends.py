@@ -20,6 +20,7 @@ from .end_ops import (
     Embed,
     EmbedMedia,
     JoinStreams,
+    KeepEmbeddings,
     Logits,
     NormParts,
     PlaceImages,
@@ -28,7 +29,7 @@ from .end_ops import (
     SplitStreams,
 )
 from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
-from .ops import CHOSEN, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
+from .ops import CHOSEN, EMBEDDED, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -45,7 +46,7 @@ class EndPrograms:
     """They make further inputs of all layers; none where layers have none."""
 
     split: tuple[Op, ...]
-    """They make several streams of the residual stream."""
+    """They make several streams of the residual stream, or keep it as it is before all layers."""
 
     join: tuple[Op, ...]
     """They make one of them, behind all layers."""
@@ -91,6 +92,8 @@ def _streams(config: ModelConfig) -> tuple[list[Op], list[Op]]:
         take = "take" if hyper.joined else None
         join = [ConnectStreams(hyper, *JOINED, take="take")] if hyper.joined else []
         return [CopyToStreams(hyper.count)], [*join, SumStreams("joined", take), Replace(STREAM, "joined")]
+    if config.has_blocks:
+        return [KeepEmbeddings()], []
     if (slots := stream_slots(config.streams)) is None:
         return [], []
     return [SplitStreams(slots.made)], [JoinStreams(slots.joined)]
@@ -101,6 +104,8 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
     found = list[Kept]()
     if (streams := config.streams) is not None:
         found.append(Kept(STREAMS, (streams.count, config.hidden_size)))
+    if config.has_blocks:
+        found.append(Kept(EMBEDDED, (config.hidden_size,)))
     if (inputs := config.layer_inputs) is not None:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
     if (top_k := config.top_k) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .native_registers import Value
-from .ops import STREAM, Add, AddMedia, Clip, Gemm, Moe, Op, Read, Replace, Scale, View, name_of
+from .ops import Add, AddMedia, Clip, Gemm, Moe, Op, Read, Replace, Scale, View, name_of
 
 #: Ops that the library has no function for, by what models then have.
 _TITLES = {
@@ -34,11 +34,14 @@ class NoNativeOp(Exception):
 class Buffers:
     """What each op of a list reads and writes: names are bound anew by each write but for those in place."""
 
-    def __init__(self, ops: Sequence[Op], stream: Value, widths: Callable[[Op, Mapping[str, Value]], int]) -> None:
+    def __init__(
+        self, ops: Sequence[Op], lasting: Sequence[Value], widths: Callable[[Op, Mapping[str, Value]], int]
+    ) -> None:
+        """lasting: the residual stream, and what else is there before a layer."""
         self.reads: list[dict[str, Value]] = []
         self.writes: list[dict[str, Value]] = []
         self.readers: dict[Value, list[Op]] = {}
-        names = {STREAM: stream}
+        names = {each.name: each for each in lasting}
         for op in ops:
             check_native(op)
             own = {name: _known(names, name, op) for name in map(name_of, op.reads)}

@@ -53,18 +53,24 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     except NoNativeOp as error:
         return f"it has no {error}, and this model has it"
     pair = 4 // dtype.itemsize
-    parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
-    inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
-    inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
-    if (recurrent := config.recurrent) is not None:
-        inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
-        inner += [] if recurrent.inner is None else [recurrent.inner.rank]
+    inner = _rows_of_weights(config)
     if reason := native_library.why_unavailable(dtype):
         return reason
     heads = [mixer.head_dim for mixer in config.attention_shapes]
     if any(k % pair for k in inner) or any(size % 2 for size in heads):
         return f"it needs even sizes, and this model's are {heads} of heads, {inner} of rows of weights"
     return None
+
+
+def _rows_of_weights(config: ModelConfig) -> list[int]:
+    """Widths of rows of the model's matrices."""
+    parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
+    inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
+    inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
+    if (recurrent := config.recurrent) is not None:
+        inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
+        inner += [] if recurrent.inner is None else [recurrent.inner.rank]
+    return inner + [size for it in config.layers if it.block for size in (it.block.heads_rank, it.block.mlp_rank)]
 
 
 def _program(config: ModelConfig) -> NativeProgram:
@@ -280,13 +286,17 @@ def _native_recurrent(
 ) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
     if recurrent is None or (bindings := layout.states) is None:
         return None
-    return recurrent.native_shape(), native_model.NativeStates(
-        convs_per_page=bindings.convs_per_page,
-        heads_per_page=bindings.heads_per_page,
-        conv_pages=bindings.num_conv_pages,
-        most_drafts=bindings.shape.most_drafts,
-        drafts_per_page=bindings.drafts_per_page,
-        draft_page=bindings.first_draft_page,
+    shape = recurrent.native_shape()
+    return shape and (
+        shape,
+        native_model.NativeStates(
+            convs_per_page=bindings.convs_per_page,
+            heads_per_page=bindings.heads_per_page,
+            conv_pages=bindings.num_conv_pages,
+            most_drafts=bindings.shape.most_drafts,
+            drafts_per_page=bindings.drafts_per_page,
+            draft_page=bindings.first_draft_page,
+        ),
     )
 
 

@@ -84,7 +84,8 @@ class NativeProgram:
 
         Raises NoNativeOp.
         """
-        self._registers, self._ops = Registers(hidden), []
+        keeps = any(spec.block is not None for spec in layers)
+        self._registers, self._ops = Registers(hidden, keeps_embeddings=keeps), []
         number = 0
         for index, spec in enumerate(layers):
             lowering = _Lowering(index, layer_program(spec, norm).ops, self._registers, table, has_ranks)
@@ -116,8 +117,11 @@ class _Lowering:
         self._index, self._table, self._has_ranks = index, table, has_ranks
         self._ops = [op for op in ops if not isinstance(op, Begin | End)]
         self._stream = registers.stream
-        self._buffers = Buffers(self._ops, self._stream.value, self._width)
+        self._buffers = Buffers(self._ops, [each.value for each in registers.lasting], self._width)
         self._found: list[NativeOp] = []
+        if index == 0 and registers.embedded is not None:
+            own = {"x": self._stream, "column": 0, "width": self._stream.value.width}
+            self._emit("Copy", **own, out=registers.embedded, out_column=0)
         self._done: set[int] = set()
         self._rounded: dict[Value, Held] = {}
         self._routed: Value | None = None
@@ -433,6 +437,8 @@ class _Lowering:
     def _mix(self, at: int, op: Mix) -> None:
         if (lack := op.mixer.no_native) is not None:
             raise NoNativeOp(lack)
+        if op.mixer.native_shape() is None:
+            raise NoNativeOp(op.mixer.title)
         (out,) = self._buffers.writes[at].values()
         held = Held(out)
         if not op.is_first:

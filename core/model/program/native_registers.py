@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....ops.library.native_program import NativeOp, Register
+from .ops import EMBEDDED, STREAM
 
 #: Kinds of ops that work on each token by itself: what they write may lie where they read.
 ROW_OPS = frozenset(
@@ -36,11 +37,17 @@ class Held:
 class Registers:
     """The registers of a model, which all layers share: of each kind of memory and width as many as live at once."""
 
-    def __init__(self, hidden: int) -> None:
-        self.stream = Held(Value("x", hidden))
+    def __init__(self, hidden: int, *, keeps_embeddings: bool = False) -> None:
+        self.stream = Held(Value(STREAM, hidden))
         """The residual stream, in the first register."""
 
-        self.all = [Register(self.stream.memory, hidden)]
+        self.embedded = Held(Value(EMBEDDED, hidden)) if keeps_embeddings else None
+        """The embeddings, in the second one, where layers read them again."""
+
+        self.lasting = [each for each in (self.stream, self.embedded) if each is not None]
+        """What outlives a layer, in the first registers."""
+
+        self.all = list(map(_register, self.lasting))
 
     def placed(self, ops: Sequence[NativeOp]) -> list[NativeOp]:
         """A layer's ops, with numbers of registers in place of `Held`."""
@@ -62,10 +69,12 @@ class _Lives:
     def __init__(self, registers: Registers, ops: Sequence[NativeOp]) -> None:
         self._registers = registers
         self._last = {held: at for at, op in enumerate(ops) for held in _held(op.arguments)}
-        self._last[registers.stream] = len(ops)
-        self._numbers = {registers.stream: 0}
+        self._numbers = {held: number for number, held in enumerate(registers.lasting)}
+        self._last |= dict.fromkeys(registers.lasting, len(ops))
         self._free: dict[Register, list[int]] = {}
-        for number, register in enumerate(registers.all[1:], 1):
+        for number, register in enumerate(registers.all):
+            if number < len(registers.lasting):
+                continue
             self._free.setdefault(register, []).append(number)
 
     def numbers_of(self, at: int, op: NativeOp) -> dict[Held, int]:

@@ -24,6 +24,9 @@ STREAM = "x"
 #: Several residual streams `[tokens, streams, hidden]`.
 STREAMS = "s"
 
+#: Embeddings of tokens `[tokens, hidden]`, where layers read them again.
+EMBEDDED = "e0"
+
 #: The tokens that queries attend to, as the last indexer chose them `[tokens, top_k]` int32; or blocks of tokens.
 CHOSEN = "chosen"
 

@@ -64,6 +64,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     end_ops.Embed: torch_ops.embed,
     end_ops.EmbedMedia: torch_ends.embed_media,
     end_ops.JoinStreams: torch_ends.join_streams,
+    end_ops.KeepEmbeddings: torch_ends.keep_embeddings,
     end_ops.Logits: torch_ops.logits,
     end_ops.NormParts: torch_ends.norm_parts,
     end_ops.PlaceImages: torch_ends.place_images,

@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 from ....ops.elementwise.elementwise import rms_norm
 from .builder import Kept
-from .end_ops import AddPositions, Cap, EmbedMedia, JoinStreams, NormParts, PlaceImages, SplitStreams
+from .end_ops import AddPositions, Cap, EmbedMedia, JoinStreams, KeepEmbeddings, NormParts, PlaceImages, SplitStreams
 from .ops import TakeInput
 from .torch_ops import backend_for, multiply
 from .torch_step import OpContext, Run, Step
@@ -68,6 +68,15 @@ def norm_parts(op: NormParts, at: OpContext) -> Run:
     def run(step: Step) -> None:
         x, weight = step.names[op.x], step.layers[index][op.weight]
         step.names[op.out] = rms_norm(x.reshape(-1, len(weight)), weight, op.eps).view(x.shape)
+
+    return run
+
+
+def keep_embeddings(op: KeepEmbeddings, _: OpContext) -> Run:
+    def run(step: Step) -> None:
+        x = step.names[op.x]
+        memory = step.kept.get(Kept(op.out, (x.shape[1],)))
+        step.names[op.out] = x.clone() if memory is None else memory.copy_(x)
 
     return run
 

@@ -16,7 +16,7 @@ from ....memory.files.tower_shapes import TowerShapes
 from ....memory.files.whole_copies import BaseRows
 from ....memory.pages.layer_projections import model_projections
 from ....memory.pages.layout import KvShape
-from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
+from ....memory.pages.projections import Group, Projection, Projections, UnitRows, unit_rows
 from ...requests.blocks import Blocks
 from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
@@ -183,6 +183,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def has_blocks(self) -> bool:
+        """True if some layers share blocks, which read tokens' embeddings."""
+        return any(layer.block is not None for layer in self.layers)
+
+    @property
     def has_mixers(self) -> bool:
         """True if some layer has attention or a recurrent mixer."""
         return any(layer.mixer is not None for layer in self.layers)
@@ -330,6 +335,13 @@ class ModelConfig:
         )
 
     @property
+    def stored_projections(self) -> list[Projection]:
+        """Those of layers, each as often as a checkpoint has it: of a block that layers share, its first layer's."""
+        pairs = enumerate(zip(self.layers, self.projections.layers, strict=True))
+        every = ((at, layer.block, each) for at, (layer, own) in pairs for each in own)
+        return [each for at, block, each in every if block is None or at == block.first or not block.has(each)]
+
+    @property
     def _inputs(self) -> int:
         """Width of the further inputs of all layers."""
         return 0 if self.layer_inputs is None else self.num_layers * self.layer_inputs.size
@@ -380,6 +392,8 @@ class ModelConfig:
             stacked_sides=self.tensors.stacked_sides,
             layers=self.tensors.layers,
             embeddings=self.tensors.embeddings,
+            places=tuple(None if layer.block is None else layer.block.place for layer in self.layers),
+            blocks=tuple(None if layer.block is None else layer.block.first for layer in self.layers),
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,
             norms_embeddings=self.embedding_rows_eps is not None,

@@ -23,6 +23,9 @@ class Activation(StrEnum):
     RELU_SQUARED = "relu2"
     """`max(x, 0)²`: BitNet."""
 
+    GELU = "gelu"
+    """By the normal distribution, not by tanh: Zamba 2."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:

@@ -6,7 +6,8 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
-A layer may have one of the two alone, or two mixers side by side: see `MixerBeside`.
+A layer may have one of the two alone, two mixers side by side (see `MixerBeside`), or both before a mixer (see
+`SharedBlock`).
 
 Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
 """
@@ -30,6 +31,7 @@ from .hyper_connections import HyperConnectionSpec
 from .norms import NormGates, Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
+from .shared_block import SharedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,9 @@ class LayerSpec:
     mixer_beside: MixerBeside | None = None
     """A second mixer of a layer with attention."""
 
+    block: SharedBlock | None = None
+    """The layer's attention and its gated feed-forward part are a block before its mixer."""
+
     media_part: int = 0
     """The part of images' rows that is added to the residual stream behind the layer; 0: none is. See `MediaRows`."""
 
@@ -202,9 +207,9 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer with a state, alone or beside attention."""
-        if self.mixer_beside is not None:
-            return self.mixer_beside.mixer
+        """The mixer with a state, alone, beside attention or behind a block."""
+        if (own := self.mixer_beside or self.block) is not None:
+            return own.mixer
         return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
@@ -244,11 +249,13 @@ class LayerSpec:
             found += mixer.biased_inputs if mixer.qkv_bias else []
             found += ["self_attn.o_proj"] if mixer.o_bias else []
         if self.recurrent is not None:
-            found += self.recurrent.biased
+            found += self.recurrent.biased if self.block is None else self.block.biased
         return frozenset(found)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
+        if self.block is not None and self.attention is not None and isinstance(self.dense, GatedSpec):
+            return self.block.projections(hidden, self.attention, self.dense)
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
         further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
@@ -266,6 +273,7 @@ class LayerSpec:
             feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
             mixer_beside=None if self.mixer_beside is None else self.mixer_beside.share(size),
+            block=None if self.block is None else self.block.share(size),
         )
 
 

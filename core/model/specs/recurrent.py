@@ -139,8 +139,8 @@ class RecurrentSpec(ABC):
         return None
 
     @abstractmethod
-    def native_shape(self) -> NativeShape:
-        """How the native library has it."""
+    def native_shape(self) -> NativeShape | None:
+        """How the native library has it; None: it does not compute it."""
 
     @abstractmethod
     def described(self) -> str:

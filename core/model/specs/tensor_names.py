@@ -6,7 +6,7 @@ Tests: tests/core/model/weights/test_weight_loader.py
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ....memory.files.module_paths import StackedSides
@@ -90,9 +90,9 @@ class TensorNames:
     """The name before a layer's number."""
 
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
-    """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that
-    has the part under its own name has it there. A part with the end of its tensor's name, such as
-    `mlp.gate.e_score_correction_bias`, is that tensor alone."""
+    """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number, or for that of a
+    shared block's place. A checkpoint that has the part under its own name has it there. A part with the end of its
+    tensor's name, such as `mlp.gate.e_score_correction_bias`, is that tensor alone."""
 
     older: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A part of a layer → its name, or names, in checkpoints that don't have it under that of `names`; as there, also
@@ -163,6 +163,11 @@ class TensorNames:
         if not self.transposed:
             return StackedSides.BEFORE
         return StackedSides.BY_TRANSFORMERS if self.by_shape else StackedSides.NEVER
+
+    def at_place(self, place: int) -> TensorNames:
+        """The names in a layer with this number of a shared block's place, which stands for `{}`."""
+        names = {part: name.replace("{}", str(place)) for part, name in self.names.items()}
+        return replace(self, names=names)
 
     def of(self, tensors: Container[str]) -> TensorNames:
         """The names in a checkpoint that has these tensors: of `published` those by which it has a first layer."""

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
 from typing import NamedTuple
 
-from ....memory.pages.projections import NORM_GATES, SMALL_GROUPS, Group, Projection, sections_of, share_of
+from ....memory.pages.projections import (
+    NORM_GATES,
+    PLACE_GROUPS,
+    SMALL_GROUPS,
+    Group,
+    Projection,
+    sections_of,
+    share_of,
+)
 from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
@@ -24,6 +32,7 @@ from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
+from ..specs.shared_block import SharedBlock
 from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
 
 #: A part of a tensor: slices of its first dimensions.
@@ -52,6 +61,13 @@ MATRICES = {
     Group.MIXER_GATES_UP: "mixer_gates_up",
     Group.MLP_GATES_DOWN: "mlp_gates_down",
     Group.MLP_GATES_UP: "mlp_gates_up",
+    Group.PLACE_HEADS_DOWN: "place_heads_down",
+    Group.PLACE_QUERY_UP: "place_query_up",
+    Group.PLACE_KEY_UP: "place_key_up",
+    Group.PLACE_VALUE_UP: "place_value_up",
+    Group.PLACE_MLP_DOWN: "place_mlp_down",
+    Group.PLACE_MLP_UP: "place_mlp_up",
+    Group.PLACE_OUT: "place_out",
 }
 
 #: Those which adapters may be merged into.
@@ -166,6 +182,9 @@ class Slot:
     count: int = 0
     """It is a list of weights for so many experts, whose tensors follow one another; 0: it is no list."""
 
+    shared: int | None = None
+    """The layer whose weight it is, that layer itself included; None: it is this layer's alone."""
+
     @property
     def items(self) -> Iterator[tuple[SlotTensor, ...]]:
         """The tensors of each weight of the slot."""
@@ -201,7 +220,11 @@ def slots(spec: LayerSpec, config: ModelConfig) -> tuple[Slot, ...]:
 
 @cache
 def _slots(spec: LayerSpec, norm: NormSpec, hidden: int) -> tuple[Slot, ...]:
-    return tuple(_Layer(spec, norm, hidden).slots())
+    own = _Layer(spec, norm, hidden)
+    if (block := spec.block) is None:
+        return tuple(own.slots())
+    shared = [replace(slot, shared=block.first) for slot in own.of_block()]
+    return (*shared, *own.beside_block(block))
 
 
 class _Layer:
@@ -237,6 +260,21 @@ class _Layer:
         yield from self._matrices(Group.MIXER_OUT)
         yield from self._around("attention_out_norm")
         yield from self._feed_forward()
+
+    def of_block(self) -> Iterator[Slot]:
+        """Those of a block, which other layers have, too."""
+        widths = {"block_norm": 2 * self._hidden, "mlp_norm": self._hidden}
+        for name, width in widths.items():
+            yield Slot(name, (SlotTensor(f"{name}.weight", (width,)),), Keep.NORM)
+        yield from self._matrices(Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
+
+    def beside_block(self, block: SharedBlock) -> Iterator[Slot]:
+        """A layer's own ones, besides those of its block."""
+        yield from self._matrices(*PLACE_GROUPS)
+        yield self._vector("second_norm", "second_norm.weight", Keep.NORM)
+        yield from self._matrices(Group.BESIDE_IN)
+        yield from _of_recurrent(block.mixer, block.mixer_path)
+        yield from self._matrices(Group.BESIDE_OUT)
 
     def _feed_forward(self) -> Iterator[Slot]:
         spec = self._spec
@@ -411,10 +449,11 @@ def _of_attention(mixer: AttentionSpec) -> Iterator[Slot]:
         )
 
 
-def _of_recurrent(mixer: RecurrentSpec) -> Iterator[Slot]:
-    """A recurrent mixer's own tensors, and the norms between its two parts."""
+def _of_recurrent(mixer: RecurrentSpec, around: str = "") -> Iterator[Slot]:
+    """A recurrent mixer's own tensors, and the norms between its two parts. around: the beginning of paths."""
     for path, tensor in mixer.tensors.items():
-        yield Slot(f"{RECURRENT}.{path}", (SlotTensor(path, tensor.shape, tensor.sections),), Keep.FLOAT32)
+        own = SlotTensor(around + path, tensor.shape, tensor.sections)
+        yield Slot(f"{RECURRENT}.{path}", (own,), Keep.FLOAT32)
     if (inner := mixer.inner) is not None and inner.norm is not None:
         made = (1.0,) if inner.norm.weightless else ()
         for name, width in (("dt", inner.rank), ("b", inner.state), ("c", inner.state)):

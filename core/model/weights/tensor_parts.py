@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Container, Iterator, Mapping
 from typing import NamedTuple
 
-from ....memory.pages.projections import UnitRows
+from ....memory.pages.projections import PLACE_PAIRS, UnitRows
 from ..specs.config import ModelConfig, UnsupportedModel
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec
@@ -50,8 +50,9 @@ _QUANTISED = (Keep.MATRIX, Keep.EXPERT, Keep.DENSE)
 
 
 def slots_of(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
-    """The slots of all layers, each with the beginning of its parts' names."""
-    return ((LAYER.format(index), slot) for index, layer in enumerate(config.layers) for slot in slots(layer, config))
+    """The slots of all layers, each with the beginning of its parts' names; what layers share once, in the first."""
+    every = ((index, slot) for index, layer in enumerate(config.layers) for slot in slots(layer, config))
+    return ((LAYER.format(index), slot) for index, slot in every if slot.shared in (None, index))
 
 
 def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
@@ -149,7 +150,7 @@ class Source(NamedTuple):
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `parts_of`."""
-    tensors, units = config.tensors.of(names), config.unit_rows
+    tensors = config.tensors.of(names)
     first = tensors.embeddings if config.norm.weightless else tensors.norm
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
@@ -163,16 +164,37 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
         around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
         own = biases.get(part) or Source(_plain_source(tensors, around, part.removeprefix(_MODEL), names))
         found.setdefault(part, own)
-    for index, layer in enumerate(config.layers):
-        at = f"{prefix}{tensors.layers}.{index}."
-        shapes = _layer_shapes(layer, config)
-        own = {path: _layer_source(tensors, at, path, shapes, units, names) for path in shapes}
-        found |= {LAYER.format(index) + path: source for path, source in own.items()}
+    for index in range(config.num_layers):
+        found |= _layer_sources(index, config, tensors, f"{prefix}{tensors.layers}.", names)
     return found
 
 
-def _layer_shapes(layer: LayerSpec, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {part.path: part.shape for slot in slots(layer, config) for part in slot.tensors if not part.made}
+def _layer_sources(
+    index: int, config: ModelConfig, tensors: TensorNames, begin: str, names: Container[str]
+) -> dict[str, Source]:
+    """Where a checkpoint has each part of a layer. begin: of all layers' names."""
+    layer, units = config.layers[index], config.unit_rows
+    shapes = {part.path: part.shape for _, part in _stored_parts(layer, config)}
+    tensors = tensors if layer.block is None else tensors.at_place(layer.block.place)
+    return {
+        LAYER.format(index) + part.path: _layer_source(
+            tensors, f"{begin}{_stored_at(index, layer, slot)}.", part.path, shapes, units, names
+        )
+        for slot, part in _stored_parts(layer, config)
+    }
+
+
+def _stored_at(index: int, layer: LayerSpec, slot: Slot) -> int:
+    """The layer in which a checkpoint has a slot's tensors: those of a block, and of small matrices beside it, are in
+    the block's first.
+    """
+    is_in_block = slot.shared is not None or slot.group in PLACE_PAIRS
+    return layer.block.first if layer.block is not None and is_in_block else index
+
+
+def _stored_parts(layer: LayerSpec, config: ModelConfig) -> Iterator[tuple[Slot, SlotTensor]]:
+    """The parts of a layer that a checkpoint has, each with its slot."""
+    return ((slot, part) for slot in slots(layer, config) for part in slot.tensors if not part.made)
 
 
 def _layer_source(

@@ -75,6 +75,7 @@ class Weights(ABC):
         self._shard = shard
         self._tensors = parts_of(config)
         self._embed_name = EMBED
+        self._shared: dict[tuple[int | None, str], Any] = {}  # by layer and slot, what further layers read again
 
     @property
     def num_bytes_kept(self) -> int:
@@ -150,11 +151,17 @@ class Weights(ABC):
 
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
-        return self._projection([f"{LAYER.format(layer)}{path}.weight"], None)
+        return self._projection([f"{self._at(layer, f'{path}.weight')}{path}.weight"], None)
 
     def bias(self, layer: int, path: str) -> torch.Tensor:
         """One projection's bias `[out]`, which it must have."""
-        return self._read(f"{LAYER.format(layer)}{path}.bias")
+        return self._read(f"{self._at(layer, f'{path}.bias')}{path}.bias")
+
+    def _at(self, layer: int, path: str) -> str:
+        """The beginning of the name of a layer's part: of the first layer, where several share it."""
+        every = ((slot, part) for slot in slots(self._config.layers[layer], self._config) for part in slot.tensors)
+        shared = next((slot.shared for slot, part in every if part.path == path), None)
+        return LAYER.format(layer if shared is None else shared)
 
     def kv_scales(self) -> list[KvScales]:
         """The scales of an FP8 KV cache, of each layer with attention."""
@@ -205,7 +212,13 @@ class Weights(ABC):
         found: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {}
         for slot in slots(spec, self._config):
-            if (value := self._slot(at, slot, pack, pack_expert)) is not None:
+            if slot.shared not in (None, index):
+                value = self._shared[slot.shared, slot.name]
+            else:
+                value = self._slot(at, slot, pack, pack_expert)
+            if slot.shared == index:
+                self._shared[index, slot.name] = value
+            if value is not None:
                 part, _, name = slot.name.partition(".")
                 (parts.setdefault(part, {}) if name else found)[name or part] = value
         if RECURRENT in parts and spec.recurrent is not None:

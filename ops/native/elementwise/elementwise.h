@@ -221,6 +221,31 @@ inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
     }
 }
 
+// Φ(x), of the standard normal distribution: the tail beyond |x| by Abramowitz and Stegun's 7.1.26, to 1e-7.
+inline Floats normal16(Floats x) {
+    const Words sign = as_words(x) & words(0x80000000);
+    const Floats z = as_floats(as_words(x) & words(0x7FFFFFFF)) * floats(0.70710678118654752f);
+    const Floats t = floats(1.0f) / fma(z, floats(0.3275911f), floats(1.0f));
+    Floats p = floats(1.061405429f);
+    p = fma(p, t, floats(-1.453152027f));
+    p = fma(p, t, floats(1.421413741f));
+    p = fma(p, t, floats(-0.284496736f));
+    p = fma(p, t, floats(0.254829592f));
+    const Floats near = min(floats(9.0f), z);  // e^-81 is 0 beside 1; this order lets NaN through
+    const Floats half = max(floats(0), floats(0.5f) - floats(0.5f) * p * t * exp16(floats(0) - near * near));
+    return floats(0.5f) + as_floats(as_words(half) | sign);
+}
+
+// out = gate · Φ(gate) · up; parameters as above
+template <class T>
+inline void gelu_by_erf_and_mul(const float* gate, const float* up, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats g = load16(gate + i, here);
+        store16(out + i, g * normal16(g) * load16(up + i, here), here);
+    }
+}
+
 // out = max(gate, 0)² · up; parameters as above
 template <class T>
 inline void relu_squared_and_mul(const float* gate, const float* up, int n, T* out) {
@@ -288,6 +313,7 @@ enum Activation : int32_t {
     kSilu,
     kGelu,
     kReluSquaredGate,
+    kGeluByErfGate,
     kClampedSwiglu,
     kGeluAlone,
     kGeluByErf,
@@ -303,6 +329,7 @@ template <class T>
 inline void activate(Activation activation, const float* gate, const float* up, int n, T* out) {
     if (activation == kGelu) gelu_and_mul(gate, up, n, out);
     else if (activation == kReluSquaredGate) relu_squared_and_mul(gate, up, n, out);
+    else if (activation == kGeluByErfGate) gelu_by_erf_and_mul(gate, up, n, out);
     else silu_and_mul(gate, up, n, out);
 }
 

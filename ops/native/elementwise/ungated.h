@@ -5,21 +5,6 @@
 
 namespace chorus {
 
-// Φ(x), of the standard normal distribution: the tail beyond |x| by Abramowitz and Stegun's 7.1.26, to 1e-7.
-inline Floats normal16(Floats x) {
-    const Words sign = as_words(x) & words(0x80000000);
-    const Floats z = as_floats(as_words(x) & words(0x7FFFFFFF)) * floats(0.70710678118654752f);
-    const Floats t = floats(1.0f) / fma(z, floats(0.3275911f), floats(1.0f));
-    Floats p = floats(1.061405429f);
-    p = fma(p, t, floats(-1.453152027f));
-    p = fma(p, t, floats(1.421413741f));
-    p = fma(p, t, floats(-0.284496736f));
-    p = fma(p, t, floats(0.254829592f));
-    const Floats near = min(floats(9.0f), z);  // e^-81 is 0 beside 1; this order lets NaN through
-    const Floats half = max(floats(0), floats(0.5f) - floats(0.5f) * p * t * exp16(floats(0) - near * near));
-    return floats(0.5f) + as_floats(as_words(half) | sign);
-}
-
 // xIELU: a·x² + beta·x above 0, (e^min(x, eps) - 1 - x)·b + beta·x below.
 struct Xielu {
     float above, below, beta, eps;

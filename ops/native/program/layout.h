@@ -112,7 +112,7 @@ constexpr Field kLayout[] = {
     NUMBER(Memory, kRounded),
     NUMBER(Memory, kShared),
     NUMBER(Memory, kGates),
-    NUMBER(Activation, kSilu), NUMBER(Activation, kGelu), NUMBER(Activation, kReluSquaredGate), NUMBER(Activation, kClampedSwiglu), NUMBER(Activation, kGeluAlone), NUMBER(Activation, kGeluByErf), NUMBER(Activation, kReluSquared), NUMBER(Activation, kXielu), NUMBER(Activation, kRelu),
+    NUMBER(Activation, kSilu), NUMBER(Activation, kGelu), NUMBER(Activation, kReluSquaredGate), NUMBER(Activation, kGeluByErfGate), NUMBER(Activation, kClampedSwiglu), NUMBER(Activation, kGeluAlone), NUMBER(Activation, kGeluByErf), NUMBER(Activation, kReluSquared), NUMBER(Activation, kXielu), NUMBER(Activation, kRelu),
     NORM_KINDS(EACH_NUMBER)
     NUMBER(HeadNorm, kEachHead), NUMBER(HeadNorm, kAllHeads), NUMBER(HeadNorm, kOwnHeads), NUMBER(HeadNorm, kBiasedHeads),
     NUMBER(OutputGate, kNoGate), NUMBER(OutputGate, kBesideQueries), NUMBER(OutputGate, kOfHeads), NUMBER(OutputGate, kApart),

@@ -21,6 +21,8 @@ def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, 
         fields |= {"layer_types": kinds}
     if family == "nemotron-h":  # each layer is one part
         fields["hybrid_override_pattern"] = ("M-M-M*-" * layers)[:layers]
+    if family == "zamba-2":
+        fields["layers_block_type"] = ["hybrid" if layer % 3 == 2 else "linear_attention" for layer in range(layers)]
     if every is not None:
         kinds = [_GLOBAL if layer % every == every - 1 else _LOCAL for layer in range(layers)]
         fields |= {"sliding_window": 512, "layer_types": kinds}
@@ -71,6 +73,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "attn_layer_period": 4,
         "attn_layer_offset": 2,
+    },
+    "zamba-2": {
+        "architectures": ["Zamba2ForCausalLM"],
+        "model_type": "zamba2",
+        "n_mamba_heads": 32,
+        "num_mem_blocks": 2,
+        "use_mem_rope": True,
+        "adapter_rank": 64,
     },
     "falcon-h1": {
         "architectures": ["FalconH1ForCausalLM"],

@@ -255,7 +255,10 @@ def test_requests_leave_the_window_by_default_where_flashinfer_serves(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["qwen3.5", "lfm2", "granite-4-h", "nemotron-3", "lfm3", "olmo-hybrid", "falcon-h1", "falcon-mamba", "jamba"],
+    [
+        *("qwen3.5", "lfm2", "granite-4-h", "nemotron-3", "lfm3", "olmo-hybrid", "falcon-h1", "falcon-mamba", "jamba"),
+        "zamba-2",
+    ],
 )
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_recurrent_states(tiny, drive, family, mixed_graph_tokens):
@@ -292,7 +295,7 @@ def test_ranks_norm_all_heads_at_once(tiny, drive):
 
 @pytest.mark.slow
 @on_ranks
-@pytest.mark.parametrize("family", ["qwen3.5-tied", "granite-4-h", "falcon-h1-normed", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3.5-tied", "granite-4-h", "falcon-h1-normed", "jamba", "zamba-2"])
 def test_ranks_share_recurrent_states(tiny, drive, family):
     """Captured steps ahead of tokens, with an adapter on layers of both kinds; ranks share a group of heads."""
     it = tiny(family)

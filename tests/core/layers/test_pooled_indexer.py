@@ -198,6 +198,10 @@ def test_the_bound_of_decays_is_that_of_transformers(tmp_path, linear, lowest):
     fields = ConfigJson(tmp_path, raw).with_defaults(GLM_5_NEXT_TEXT.defaults)
     config, theirs = GLM_5_NEXT_TEXT.read(fields), Glm5NextTextConfig(**raw)
     found = config.recurrent
-    assert (found.bound or None, found.k_dim, found.num_k_heads) == (lowest, theirs.linear_head_dim, theirs.linear_num_heads)
+    assert (found.bound or None, found.k_dim, found.num_k_heads) == (
+        lowest,
+        theirs.linear_head_dim,
+        theirs.linear_num_heads,
+    )
     assert theirs.linear_lower_bound == lowest
     assert [layer.attention is not None for layer in config.layers] == [False, False, False, True]

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 #: Together they have every group.
 FAMILIES = (
     *("llama-biased", "deepseek-v3", "kimi-linear", "falcon-h1", "gemma-3n", "qwen3.5-moe", "falcon-mamba"),
-    "ax-k2",
+    *("ax-k2", "zamba-2"),
 )
 
 INVOCATION = [7, 9]

@@ -600,6 +600,7 @@ GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: torch.nn.functional.silu,
     Activation.GELU_TANH: _gelu_tanh,
     Activation.RELU_SQUARED: lambda x: x.relu().square(),
+    Activation.GELU: torch.nn.functional.gelu,
 }
 UNGATED: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     UngatedActivation.GELU_TANH: _gelu_tanh,

@@ -117,6 +117,8 @@ SINGLE = {
     "gelu in panels of its own": {"activation": Activation.GELU_TANH, "ffn": 96},
     **{f"{each.name} without a gate": {"activation": each} for each in UngatedActivation},
     "ReLU² in panels": {"activation": UngatedActivation.RELU_SQUARED, "ffn": 96},
+    "gated GELU by erf": {"activation": Activation.GELU},
+    "gated GELU by erf in panels": {"activation": Activation.GELU, "ffn": 96},
     "gated ReLU²": {"activation": Activation.RELU_SQUARED},
     "gated ReLU² in panels": {"activation": Activation.RELU_SQUARED, "ffn": 96},
     "factors of a gated part": {"gate_factor": 0.7, "part_factor": 1.4},

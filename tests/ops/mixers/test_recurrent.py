@@ -1,4 +1,4 @@
-"""Short convolutions, Mamba 2 and RG-LRU give what transformers makes, however prompts are cut, and with drafts."""
+"""Mixers of one part give what transformers makes, however prompts are cut, and with drafts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from chorus.core.model.specs.headed_scan import HeadedScanSpec
 from chorus.ops.mixers.mamba2 import MambaWeights
 from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights, scanned
 from chorus.ops.mixers.rg_lru import RgLruWeights
@@ -87,6 +88,23 @@ class Mamba(Layer):
         self.shapes = (3, channels), (6, 24, 16), (channels + 6,)
 
 
+class Heads(Layer):
+    def __init__(self) -> None:
+        from transformers import ZambaConfig
+        from transformers.models.zamba.modeling_zamba import ZambaMambaMixer
+
+        config = ZambaConfig(
+            hidden_size=48, num_hidden_layers=1, layers_block_type=["mamba"], n_mamba_heads=3, mamba_d_state=12,
+            mamba_dt_rank=6,
+        )  # fmt: skip
+        super().__init__(ZambaMambaMixer, config)
+        with torch.no_grad():
+            self.module.x_proj_weight.normal_(0, 0.2)
+        it = {f"mamba.{name}": parameter.detach() for name, parameter in self.module.named_parameters()}
+        self.weights = HeadedScanSpec(3, 32, 12, 6).weights(it)
+        self.shapes = (3, 96), (3, 12, 32), (96,)
+
+
 class Units(Layer):
     def __init__(self) -> None:
         from transformers import RecurrentGemmaConfig
@@ -122,13 +140,14 @@ class Units(Layer):
         return self.module(hidden[None], torch.arange(len(hidden))[None], None, use_cache=False)[0][0]
 
 
-@pytest.fixture(scope="module", params=["conv", "conv-biased", "mamba", "mamba-groups", "units"])
+@pytest.fixture(scope="module", params=["conv", "conv-biased", "mamba", "mamba-groups", "heads", "units"])
 def layer(request) -> Layer:
     return {
         "conv": lambda: Conv(bias=False),
         "conv-biased": lambda: Conv(bias=True),
         "mamba": lambda: Mamba(1),
         "mamba-groups": lambda: Mamba(3),
+        "heads": Heads,
         "units": Units,
     }[request.param]()
 

@@ -7,7 +7,19 @@ from functools import cache
 import pytest
 
 from chorus.core.model.program.builder import LayerProgram, layer_program
-from chorus.core.model.program.ops import CHOSEN, CUTS, INPUTS, STREAM, STREAMS, Attend, Gemm, Heads, Op, name_of
+from chorus.core.model.program.ops import (
+    CHOSEN,
+    CUTS,
+    EMBEDDED,
+    INPUTS,
+    STREAM,
+    STREAMS,
+    Attend,
+    Gemm,
+    Heads,
+    Op,
+    name_of,
+)
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.weights.shard import Shard
@@ -16,7 +28,7 @@ from chorus.memory.pages.projections import Group
 
 from ...tiny_families import EVERY, make_tiny
 
-LASTING = {STREAM, STREAMS, INPUTS, CHOSEN}
+LASTING = {STREAM, STREAMS, INPUTS, EMBEDDED, CHOSEN}
 
 
 @cache

@@ -70,6 +70,7 @@ class Config:
             "media": (),
             "vision": None,
             "streams": self.layers[0].streams,
+            "has_blocks": False,
             "head_bias": kind.head_biased,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,

@@ -139,6 +139,7 @@ OWN_SHAPES = {
     "BambaForCausalLM": {"attn_layer_indices": [0], "mamba_n_heads": 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
+    "Zamba2ForCausalLM": {"num_hidden_layers": 54},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
     "Emu3ForCausalLM": {"pad_token_id": 0},
     "GPTNeoForCausalLM": {"num_hidden_layers": 24},

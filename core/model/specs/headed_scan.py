@@ -1,0 +1,129 @@
+"""The specification of Mamba 1 by heads.
+
+Tests: tests/ops/mixers/test_recurrent.py, tests/core/layers/test_shared_blocks.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar
+
+from ....memory.pages.layer_projections import headed_scan_projections
+from ....memory.pages.projections import Projection
+from .recurrent import MixerTensor, RecurrentSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from ....ops.mixers.recurrent import RecurrentWeights
+
+#: The most channels of a block, of which a state has a part each.
+_MOST_CHANNELS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HeadedScanSpec(RecurrentSpec):
+    """Mamba 1 by heads (Zamba); see `ops.mixers.headed_scan`."""
+
+    title: ClassVar[str] = "Mamba 1 by heads"
+
+    num_heads: int
+    head_dim: int
+    """Channels of a head: of x, and of the gate z."""
+
+    state_size: int
+    """Width of B and C."""
+
+    rank: int
+    """Width of what time steps are made of."""
+
+    conv_size: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    """The projections have biases."""
+
+    @property
+    def channels(self) -> int:
+        """See `RecurrentSpec.channels`."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_size(self) -> int:
+        """Width of the input product: x and z, whose columns alternate."""
+        return 2 * self.channels
+
+    @property
+    def out_size(self) -> int:
+        """See `RecurrentSpec.out_size`."""
+        return self.channels
+
+    @property
+    def draft_size(self) -> int:
+        """Width of the convolution's inputs."""
+        return self.channels
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        """See `RecurrentSpec.recurrent_shape`; its heads are blocks of channels."""
+        block = gcd(self.head_dim, _MOST_CHANNELS)
+        return self.channels // block, self.state_size, block
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """See `RecurrentSpec.biased`."""
+        return ("mamba.in_proj", "mamba.out_proj") if self.bias else ()
+
+    @property
+    def tensors(self) -> Mapping[str, MixerTensor]:
+        """See `RecurrentSpec.tensors`."""
+        heads, dim, channels = self.num_heads, self.head_dim, self.channels
+        of_channels, of_heads = ((channels, heads),), ((heads, heads),)
+        found = {"mamba.conv1d.weight": MixerTensor((channels, 1, self.conv_size), of_channels)}
+        if self.conv_bias:
+            found["mamba.conv1d.bias"] = MixerTensor((channels,), of_channels)
+        shapes = {
+            "x_proj_weight": (heads, self.rank + 2 * self.state_size, dim),
+            "dt_proj_weight": (heads, dim, self.rank),
+            "dt_proj_bias": (heads, dim),
+            "A_log": (heads, dim, self.state_size),
+            "D": (heads, dim),
+        }
+        return found | {f"mamba.{name}": MixerTensor(shape, of_heads) for name, shape in shapes.items()}
+
+    def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
+        """See `RecurrentSpec.weights`."""
+        from ....ops.mixers.headed_scan import HeadedScanWeights  # needs torch
+
+        own = {name.removeprefix("mamba."): tensor for name, tensor in tensors.items()}
+        return HeadedScanWeights(
+            own["conv1d.weight"].squeeze(1).T.contiguous(),
+            own.get("conv1d.bias"),
+            own["x_proj_weight"],
+            own["dt_proj_weight"],
+            own["dt_proj_bias"].flatten(),
+            own["A_log"].exp().flatten(0, 1).T.contiguous(),
+            own["D"].flatten(),
+        )
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return headed_scan_projections(hidden, self.channels, self.num_heads)
+
+    def share(self, size: int) -> HeadedScanSpec:
+        """One of `size` ranks' share."""
+        return replace(self, num_heads=self.num_heads // size)
+
+    def why_not(self, size: int) -> str | None:
+        """See `RecurrentSpec.why_not`."""
+        return f"the number of Mamba's heads, {self.num_heads}," if self.num_heads % size else None
+
+    def native_shape(self) -> None:
+        """None: the native library does not compute it."""
+        return
+
+    def described(self) -> str:
+        """See `RecurrentSpec.described`."""
+        heads = f"{self.num_heads} heads of {self.head_dim} by {self.state_size}"
+        return f"{self.title}, with {heads}, and time steps of rank {self.rank}"

@@ -1,0 +1,82 @@
+"""The specification of a block of attention and a feed-forward part whose weights several layers share.
+
+Tests: tests/core/layers/test_shared_blocks.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ....memory.pages.layer_projections import place_projections, projections_beside
+from ....memory.pages.projections import PLACE_GROUPS, Group, Projection
+from .attention import AttentionSpec
+from .feed_forward import GatedSpec
+from .recurrent import RecurrentSpec
+
+#: The module around the mixer of a layer with a block, in transformers' classes.
+_MIXER = "mamba_decoder"
+
+#: Groups of a layer's own projections, beside those of the block.
+_OWN = frozenset({*PLACE_GROUPS, Group.BESIDE_IN, Group.BESIDE_OUT})
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlock:
+    """A block before a layer's recurrent mixer (Zamba, arXiv 2405.16712 §2; Zamba 2, 2411.15242 §2).
+
+    It reads the residual stream x next to the token's embedding e, and adds to what the mixer reads, not to x:
+
+        h = attention(norm([x, e]))
+        x += mixer(norm(x + linear(feed_forward(norm(h)))))
+
+    The layer's `AttentionSpec` and `GatedSpec` are the block's. All layers of a block have its weights; `linear`, and
+    pairs of small matrices that are added to its input projections, are each layer's own.
+    """
+
+    mixer: RecurrentSpec
+
+    first: int
+    """The first layer with this block, where checkpoints have its weights, and the small matrices of all its layers."""
+
+    place: int
+    """The layer's number among those with a block, by which it finds its small matrices."""
+
+    heads_rank: int
+    """Inner width of the small matrices beside q_proj, k_proj and v_proj; 0: there are none."""
+
+    mlp_rank: int
+    """Inner width of those beside gate and up, likewise."""
+
+    @staticmethod
+    def has(projection: Projection) -> bool:
+        """True if a projection of a layer with a block is one of the block's, which other layers have, too."""
+        return projection.group not in _OWN
+
+    @property
+    def mixer_path(self) -> str:
+        """The beginning of paths of the mixer's parts."""
+        return f"{_MIXER}."
+
+    @property
+    def biased(self) -> list[str]:
+        """Paths of the mixer's projections with a bias."""
+        return [self.mixer_path + path for path in self.mixer.biased]
+
+    def projections(self, hidden: int, attention: AttentionSpec, mlp: GatedSpec) -> tuple[Projection, ...]:
+        """All of the layer."""
+        block = (
+            replace(each, inputs=2 * hidden) if each.group is Group.MIXER_IN else each
+            for each in (*attention.projections(hidden), *mlp.projections(hidden))
+        )
+        queries, keys = (attention.q_size, attention.num_heads), (attention.kv_size, attention.num_kv_heads)
+        widths = [("q", *queries), ("k", *keys), ("v", *keys)]
+        mixer = (replace(each, path=self.mixer_path + each.path) for each in self.mixer.projections(hidden))
+        return (
+            *block,
+            *place_projections(hidden, widths, self.heads_rank, mlp.size, self.mlp_rank),
+            *projections_beside(tuple(mixer)),
+        )
+
+    def share(self, size: int) -> SharedBlock:
+        """One of `size` ranks' share."""
+        return replace(self, mixer=self.mixer.share(size))
