@@ -386,15 +386,11 @@ class _Lowering:
 
     def _latents(self, at: int, op: Latents) -> None:
         """Write latents to their pages right after the GEMM that makes them, and attend over them."""
-        if op.attention.output_gate is not None:
-            raise NoNativeOp("gates of latent attention's output")
         attend = self._ops[at + 1]
         if not isinstance(attend, LatentAttend) or attend.q != op.q:
             raise NoNativeOp("queries that something else than attention reads")
         if attend.sinks is not None:
             raise NoNativeOp("sink of latent attention")
-        if op.attention.output_gate is not None:
-            raise NoNativeOp("gate of latent attention's output")
         ((module, _, _),) = self._table.columns(self._index, Group.KV_UP)
         latent = latent_arguments(op.attention, op.latent, module)
         if op.kept is None:

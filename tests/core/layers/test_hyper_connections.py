@@ -39,7 +39,7 @@ def model(tmp_path):
 
 def run(op, names, weights, model=None):
     """Run an op alone, on these buffers."""
-    bound = Bound(None, None, [], [], [], 1, 8, torch.float32, torch.device("cpu")) if model is None else model
+    bound = Bound(None, None, [], [], [], [], 1, 8, torch.float32, torch.device("cpu")) if model is None else model
     bind(op, OpContext(0, weights, bound))(Step(batch_of_parts(), [weights], names))
     return names
 

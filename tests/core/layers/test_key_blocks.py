@@ -20,6 +20,7 @@ from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import ClampedSwiglu
 from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.format import inspect_adapter
+from chorus.memory.pages.layout import KvShape
 
 from ..model.checkpoints.quantization.twins import weights
 from ..paths.asked import answers, told
@@ -66,7 +67,7 @@ def test_a_layer_attends_to_the_blocks_that_its_indexer_chose(model):
 def test_ranks_share_the_indexers_heads_and_have_its_key(model):
     share = Shard(1, 2).config(read_model_config(model))
     mixer = share.attention_layers[1]
-    assert (mixer.block_indexer.heads, mixer.kv_shape) == (1, (1, 16 + 6))
+    assert (mixer.block_indexer.heads, mixer.kv_shape) == (1, KvShape(1, 16 + 6))
     own = {each.path: each for each in share.layers[1].projections(64)}
     assert (own["self_attn.indexer.q_proj"].outputs, own["self_attn.indexer.k_proj"].is_replicated) == (12, True)
 

@@ -91,8 +91,9 @@ def test_what_is_refused(model, fields, why):
 def test_ranks_share_heads_and_their_gates(model):
     config = read_model_config(model)
     share = Shard(0, 2).config(config)
-    gates = [(spec.share(2).attention.gate_size, spec.attention.gate_size) for spec in config.layers if spec.attention]
-    assert gates == [(2, 4), (2, 4)]
+    mixers = [(spec.share(2).attention, spec.attention) for spec in config.layers if spec.attention]
+    heads = [[each.latent.input_gate(each.output_gate) * each.num_heads for each in both] for both in mixers]
+    assert heads == [[2, 4], [2, 4]]
     assert share.recurrent.num_decays == config.recurrent.num_decays // 2
 
 
@@ -104,4 +105,4 @@ def test_the_native_decoder_names_what_it_lacks(model):
         for layer in config.layers
     ]
     why = why_unsupported(replace(config, layers=tuple(layers)), torch.float32)
-    assert "gates of latent attention" in (why or "")
+    assert "gates of what latent attention gives" in (why or "")
