@@ -5,6 +5,7 @@ Pure data. Tests: tests/core/model/moe/test_experts.py, tests/ops/moe/test_nativ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -59,6 +60,9 @@ class Routing:
 
     group_best: int = 2
     """How many best scores of a group are added up: two (DeepSeek-V3), or one (DeepSeek-V2)."""
+
+    other_score: float = -math.inf
+    """Of experts of other groups; 0: they are chosen before those of kept groups whose score is below 0 (A.X K2)."""
 
     logits_factor: float = 1.0
     """Of the router's logits (Muse Spark)."""

@@ -154,7 +154,10 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
             is_best = group == tl.argmax(of_group, 0)
             kept = kept | is_best
             of_group = tl.where(is_best, NONE, of_group)
-        ranked = tl.where(kept[:, None], ranked, NONE)
+        if C.other_score == 0:
+            ranked = tl.where(own, tl.where(kept[:, None], ranked, 0.0), NONE)
+        else:
+            ranked = tl.where(kept[:, None], ranked, NONE)
     ranked = tl.reshape(ranked, (LANES,))
     scores = tl.reshape(scores, (LANES,))
     lane, slot = tl.arange(0, LANES), tl.arange(0, BLOCK_K)

@@ -27,12 +27,11 @@ def _read_k1(fields: ConfigJson) -> ModelConfig:
 
 def _read_k2(fields: ConfigJson) -> ModelConfig:
     has_experts, rank = _has_experts(fields), fields.integer("gated_norm_rank")
-    if fields.has("n_group") != fields.has("topk_group"):
-        raise fields.refuse("topk_group", "n_group and topk_group must be given together")
     if not fields.has("n_group"):
         fields = fields.with_values({"n_group": 1, "topk_group": 1})
+    routing = replace(reading.routing_in_groups(fields), other_score=0.0)
     mixers = [_gated(each) for each in latent.indexed(fields, interleaved=False)]
-    model = glm_moe.model(_without_drafts(fields), mixers, _NAMES_K2, has_experts=has_experts)
+    model = glm_moe.model(_without_drafts(fields), mixers, _NAMES_K2, has_experts=has_experts, routing=routing)
     first, both = (NormGates(rank, norms) for norms in (("attention_norm",), ("attention_norm", "mlp_norm")))
     layers = [replace(each, norm_gates=both if each.experts else first) for each in model.layers]
     return replace(model, layers=tuple(layers))

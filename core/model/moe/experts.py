@@ -246,6 +246,8 @@ def _what_kernels_lack(spec: Experts) -> str | None:
     """What the kernels of mixtures do not compute; None: they compute all of it."""
     if spec.routing.logits_factor != 1:
         return "factor of a router's logits"
+    if spec.routing.groups > 1 and spec.routing.other_score == 0:
+        return "score of experts outside of kept groups"
     if spec.shared_activation not in (None, spec.activation):
         return f"mixture of experts with {spec.activation}, whose shared expert has {spec.shared_activation}"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
@@ -383,11 +385,11 @@ def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """The scores, with -inf for experts outside the groups that each token may choose from."""
+    """The scores, with `other_score` for experts outside the groups that each token may choose from."""
     groups = ranked.view(len(ranked), routing.groups, -1)
     best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
-    return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
+    return groups.masked_fill(~kept[..., None], routing.other_score).view_as(ranked)
 
 
 def mix_experts(

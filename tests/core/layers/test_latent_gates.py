@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
+from chorus.core.model.moe.experts import choose
 from chorus.core.model.program.builder import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import GateOutput, Gemm, Index, TakeGates
@@ -13,6 +17,7 @@ from chorus.core.model.program.torch_bind import bind
 from chorus.core.model.program.torch_step import Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.specs.feed_forward import Routing, Scoring
 from chorus.core.model.specs.norms import NormGates
 from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.format import inspect_adapter
@@ -100,9 +105,37 @@ def test_layers_with_experts_are_transformers_own(model, fields, kinds):
 
 def test_without_groups_all_experts_are_chosen_from(model):
     assert read_model_config(model).experts.routing.groups == 1
+    assert read_model_config(changed(model, topk_group=None)).experts.routing.groups == 1
     assert read_model_config(changed(model, n_group=4, topk_group=2)).experts.routing.groups == 4
-    with pytest.raises(UnsupportedModel, match=r"topk_group.*must be given together"):
-        read_model_config(changed(model, topk_group=None))
+    with pytest.raises(UnsupportedModel, match="topk_group"):
+        read_model_config(changed(model, n_group=4, topk_group=None))
+
+
+def test_experts_of_other_groups_come_before_scores_below_zero():
+    """As transformers chooses: scores of kept groups may be below those of the others, which are zero."""
+    from transformers import AXK2Config
+    from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
+
+    config = AXK2Config(hidden_size=8, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2)
+    theirs, x = AXK2TopkRouter(config), torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    theirs.weight.data.normal_(generator=torch.Generator().manual_seed(2))
+    ours = Routing(
+        4, Scoring.SIGMOID, True, factor=config.routed_scaling_factor, corrected=True, groups=4, kept_groups=2,
+        other_score=0.0, epsilon=1e-20,
+    )  # fmt: skip
+    for shift in (0.0, -0.5, -2.0):
+        theirs.e_score_correction_bias.normal_(shift, 0.3, generator=torch.Generator().manual_seed(3))
+        logits, weights, experts = theirs(x)
+        found = choose(logits.detach(), ours, theirs.e_score_correction_bias)
+        dense = torch.zeros(2, 32, 16)
+        dense[0].scatter_(1, experts, weights.detach())
+        dense[1].scatter_(1, found.experts, found.weights)
+        if shift > -2:  # else all of the others' scores are equal, and any of them may be chosen
+            assert torch.allclose(dense[0], dense[1])
+        else:
+            kept = choose(logits.detach(), replace(ours, other_score=-math.inf), theirs.e_score_correction_bias)
+            assert not (dense[1].gather(1, kept.experts) > 0).any()
+            assert not (dense[0].gather(1, kept.experts) > 0).any()
 
 
 def test_the_native_decoder_refuses_it_by_its_indexer(model):
