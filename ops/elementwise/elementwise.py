@@ -379,11 +379,7 @@ def with_normed_values(
 
 
 def gate_output(attended: torch.Tensor, gates: torch.Tensor, *, softplus: bool = False) -> torch.Tensor:
-    """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`, or gates `[tokens, heads]`. softplus: `log(1 +
-    e^gates)` in its place.
-    """
-    if gates.shape != attended.shape:
-        gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], dim=1)
+    """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`. softplus: `log(1 + e^gates)` in its place."""
     if softplus:
         return attended * torch.nn.functional.softplus(gates.float()).to(attended.dtype)
     return attended * sigmoid(gates)

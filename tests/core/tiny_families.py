@@ -923,6 +923,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "n_group": 4, "topk_group": 2},
         "50GB",
     ),
+    "nemotron-3-super": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "ME*E-", "n_routed_experts": 16, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
+         "moe_latent_size": 24, "n_group": 4, "topk_group": 2},
+        "50GB",
+    ),
     "kimi-linear": (
         "KimiLinearConfig",
         {**KIMI_LINEAR, "q_lora_rank": None, "num_expert_group": 4, "topk_group": 2,

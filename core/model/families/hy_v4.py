@@ -122,7 +122,10 @@ _DEFAULTS = {
     "bos_token_id": 120000,
     "eos_token_id": 120025,
 }
-_NOTE = f"by PyTorch's operators; {reading.INDEXER_NOTE}; draft layers after the last are left out"
+_NOTE = (
+    f"by PyTorch's operators; {reading.INDEXER_NOTE}; draft layers after the last are left out; the output head and "
+    "the indexer's factors are computed in the model's dtype, which transformers computes in float32"
+)
 
 HY_V4 = Family(
     "Hunyuan 4 (HY V4)",

@@ -10,7 +10,7 @@ from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Experts, UngatedActivation, UngatedSpec
+from ..specs.feed_forward import Experts, LatentExperts, UngatedActivation, UngatedSpec
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import MambaSpec
@@ -91,15 +91,15 @@ def _activation(fields: ConfigJson) -> UngatedActivation:
 
 
 def _experts(fields: ConfigJson) -> Experts:
-    if fields.has("moe_latent_size"):
-        raise fields.refuse("moe_latent_size", "experts of latents are not supported; supported: null")
     if fields.boolean("mlp_bias"):
         raise fields.refuse("mlp_bias", "experts are supported without biases; supported: false")
+    latent = LatentExperts(fields.integer("moe_latent_size")) if fields.has("moe_latent_size") else None
     return reading.experts(
         fields,
         reading.routing_in_groups(fields),
         shared_size=fields.integer("moe_shared_expert_intermediate_size"),
         activation=_activation(fields),
+        latent=latent,
     )
 
 
@@ -112,11 +112,13 @@ _NAMES = {
     **{f"mlp.{each}_proj": f"mixer.{each}_proj" for each in ("up", "down")},
     "mlp.gate": "mixer.gate",
     CORRECTION: "mixer.gate.e_score_correction_bias",
+    "mlp.pre_expert_proj": "mixer.fc1_latent_proj",
+    "mlp.post_expert_proj": "mixer.fc2_latent_proj",
     **{f"mlp.shared_expert.{each}_proj": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
     **{f"mlp.experts.{{}}.{each}_proj": f"mixer.experts.{{}}.{each}_proj" for each in ("up", "down")},
 }
 NEMOTRON_H = Family(
-    "Nemotron-H, Nemotron Nano 2 and 3",
+    "Nemotron-H, Nemotron Nano 2 and 3, Nemotron 3 Super and Ultra",
     ("NemotronHForCausalLM",),
     _read,
     {
@@ -150,5 +152,5 @@ NEMOTRON_H = Family(
         stacked_experts={"mixer.experts.up_proj": ("up_proj",), "mixer.experts.down_proj": ("down_proj",)},
         left_out=("mtp.",),
     ),
-    notes=("experts of latents (Nemotron 3 Super) are refused; drafts (`mtp`) are left out"),
+    notes="drafts (`mtp`) are left out",
 )

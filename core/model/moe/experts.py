@@ -417,11 +417,22 @@ def mix_experts(
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
     outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches)
-    if weights.out_norm is not None and spec.latent is not None:
+    if weights.out_norm is not None and spec.latent is not None and spec.latent.eps is not None:
         outputs = scaled_norm(outputs, 1 + weights.out_norm, spec.latent.eps)
     outputs = outputs.view(*experts.shape, -1)
     factors = factors if of_inputs is None else torch.ones_like(factors)
-    return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
+    shared = _of_shared(x, weights, spec, lora) if spec.latent is None else None  # else it reads no latents
+    return weights.add_up(outputs, factors, shared)
+
+
+def shared_expert(
+    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
+) -> torch.Tensor:
+    """The output of the shared expert alone, for rows `[rows, hidden]`, where the others read latents."""
+    shared = _of_shared(x, weights, spec, lora)
+    assert shared is not None, "there is a shared expert"
+    assert shared.gates is None, "it has no gates beside experts of latents"
+    return shared.outputs
 
 
 def mix_by_modality(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ....memory.pages.projections import NORM_GATES, Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate
-from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.feed_forward import Experts, GatedSpec, LatentExperts, UngatedActivation
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
@@ -55,6 +55,7 @@ from .ops import (
     Replace,
     ResizeHeads,
     Scale,
+    SharedExpert,
     SparseGates,
     StreamFactors,
     SubtractHeads,
@@ -423,15 +424,25 @@ class _Builder:
         self._gemm(Group.GATE_UP, rows, "gu")
 
     def _experts(self, spec: Experts, rows: str, out: str, routed: str | None = None) -> str:
-        if spec.latent is not None:
-            routed, low = rows, self._gemm(Group.LOW_RANK_DOWN, rows, "l")
-            rows = self._put(Norm(low, "ln", "latent_norm", self.norm))
-        self._put(Moe(rows, routed, out, spec))
-        self._put(AllReduce(out))
-        if spec.latent is not None:
-            self._gemm(Group.LOW_RANK_UP, out, out)
+        if spec.latent is None:
+            self._put(Moe(rows, routed, out, spec))
+            self._put(AllReduce(out))
+        else:
+            self._experts_of_latents(spec, spec.latent, rows, out)
         self._scaled(out, spec.factor, out)
         return out
+
+    def _experts_of_latents(self, spec: Experts, latent: LatentExperts, rows: str, out: str) -> None:
+        """See `LatentExperts`."""
+        low = self._gemm(Group.LOW_RANK_DOWN, rows, "l")
+        low = low if latent.eps is None else self._put(Norm(low, "ln", "latent_norm", self.norm))
+        self._put(Moe(low, rows, out, spec))
+        self._put(AllReduce(out))
+        self._gemm(Group.LOW_RANK_UP, out, out)
+        if spec.shared_size:
+            self._put(SharedExpert(rows, "sh", spec))
+            self._put(AllReduce("sh"))
+            self._put(Sum(out, "sh", out))
 
     def _side_by_side(self, experts: Experts, rows: str) -> str:
         """The sum of the gated part and of a mixture of experts, which read the same residual stream (Gemma 4)."""

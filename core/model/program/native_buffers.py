@@ -21,6 +21,7 @@ _TITLES = {
     "IndexBlocks": "indexer of blocks of keys",
     "GrowHeads": "learned factors of softmax",
     "TakeGates": "gates of what latent attention gives",
+    "SharedExpert": "shared expert beside experts of latents",
     "NormHeads": "norm of each head's output",
     "NormScaled": "norm of a part's output that is scaled first",
     "AddGated": "gated residual stream",

@@ -449,6 +449,20 @@ class Moe(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert(Op):
+    """The shared expert of a mixture whose others read latents, and what adapters add to it."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("experts",)
+
+    x: Read
+    out: str
+    spec: Experts
+    experts: str = "experts"
+
+
+@dataclass(frozen=True, slots=True)
 class Add(Op):
     """`x += y`."""
 

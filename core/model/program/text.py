@@ -45,6 +45,7 @@ from .ops import (
     Replace,
     ResizeHeads,
     Scale,
+    SharedExpert,
     SubtractHeads,
     TakeGates,
 )
@@ -141,13 +142,15 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _experts(op.spec)
         case Activate():
             return str(op.activation)
-        case Scale() | Clip() | ResizeHeads() | SubtractHeads() | TakeGates() | ConnectStreams():
+        case Scale() | Clip() | ResizeHeads() | SubtractHeads() | TakeGates() | ConnectStreams() | SharedExpert():
             return _numbers(op)
     return ""
 
 
-def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads | TakeGates | ConnectStreams) -> str:
+def _numbers(op: Scale | Clip | ResizeHeads | SubtractHeads | TakeGates | ConnectStreams | SharedExpert) -> str:
     match op:
+        case SharedExpert():
+            return f"width {op.spec.shared_size}"
         case ConnectStreams():
             return connections(op)
         case Scale():

@@ -44,6 +44,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.Latents: latents,
     ops.Mix: torch_other_ops.mix,
     ops.Moe: torch_other_ops.moe,
+    ops.SharedExpert: torch_other_ops.shared_expert,
     ops.Norm: torch_ops.norm,
     ops.PredictStreams: predict_streams,
     ops.Replace: torch_other_ops.replace,

@@ -13,6 +13,7 @@ from ....ops.elementwise.sparse_gates import sparse_gates as with_sparse_gates
 from ....ops.moe.expert_tiles_schedule import ExpertLaunches
 from ..batch import GemmBackend, GemmKind
 from ..moe.experts import ExpertWeights, lora_of, mix_by_modality, mix_experts
+from ..moe.experts import shared_expert as of_shared
 from ..moe.mixture_lora import MixtureLora
 from ..moe.stacked_experts import StackedExperts
 from ..nvtx_spans import span
@@ -29,6 +30,7 @@ from .ops import (
     Replace,
     ResizeHeads,
     Scale,
+    SharedExpert,
     SparseGates,
     SubtractHeads,
     Sum,
@@ -163,6 +165,17 @@ def moe(op: Moe, at: OpContext) -> Run:
             return
         launches = _launches(backend_of(step, experts))
         names[op.out] = mix_experts(read(names), experts, spec, added, routed, launches=launches)
+
+    return run
+
+
+def shared_expert(op: SharedExpert, at: OpContext) -> Run:
+    read, index = reader(op.x), at.index
+
+    def run(step: Step) -> None:
+        experts, lora = step.layers[index][op.experts], step.batch.lora
+        added = None if lora is None else lora.mixture(index)
+        step.names[op.out] = of_shared(read(step.names), experts, op.spec, added)
 
     return run
 

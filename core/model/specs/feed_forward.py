@@ -139,16 +139,17 @@ class UngatedSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentExperts:
-    """Experts read latents of a layer's input x, which the router reads, and add up to a latent (Muse Spark).
+    """Experts read latents of a layer's input x, which the router reads, and add up to a latent (Nemotron 3 Super).
 
-    `up(Σ weight · bare(w · expert(norm(down(x)))))`, where the bare norm has no weights.
+    `up(Σ weight · expert(down(x))) + shared(x)`, with norms `up(Σ weight · bare(w · expert(norm(down(x)))))`, where the
+    bare norm has no weights (Muse Spark).
     """
 
     size: int
     """Width of latents."""
 
-    eps: float
-    """Of the norm of each expert's output."""
+    eps: float | None = None
+    """Of the norms of latents and of each expert's output; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,7 @@ class LayerSpec:
         """Why ranks can't share it; None if they can."""
         if self.has_inner_norms:
             return "norms inside of attention and of feed-forward parts are of what all ranks have together"
-        if self.experts is not None and self.experts.latent is not None:
+        if (spec := self.experts) is not None and spec.latent is not None and spec.latent.eps is not None:
             return "each expert's output is normalised, of which all ranks together have the sum"
         if self.attention is not None and self.attention.difference is not None:
             return "heads are subtracted from others, which other ranks would have"

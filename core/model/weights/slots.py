@@ -389,8 +389,10 @@ class _Layer:
             yield self._of_experts("down_bias", Group.EXPERT_DOWN, is_bias=True)
         if (latent := spec.latent) is not None:
             yield from self._matrices(Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
-            yield Slot("latent_norm", (SlotTensor("mlp.pre_expert_norm.weight", (latent.size,)),), Keep.NORM)
-            yield from small("out_norm", "mlp.experts.post_expert_norm.weight", latent.size)
+            has_norms = latent.eps is not None
+            if has_norms:
+                yield Slot("latent_norm", (SlotTensor("mlp.pre_expert_norm.weight", (latent.size,)),), Keep.NORM)
+            yield from small("out_norm", "mlp.experts.post_expert_norm.weight", latent.size, has=has_norms)
         if spec.image_size:
             yield from self._of_images(spec)
 

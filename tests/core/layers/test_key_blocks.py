@@ -42,7 +42,7 @@ def model(tmp_path):
 def test_pages_keep_parts_of_the_indexers_key_behind_keys_and_values(tiny, drive):
     driver = drive(tiny("minimax-m3"), adapters={}, block_tokens=8)
     executor, config = driver.executor.rank, driver.executor.rank.config
-    assert [tuple(shape) for shape in executor.layout.layer_shapes] == [(2, 16), (2, 16 + 3), (2, 16 + 3)]
+    assert [shape[:2] for shape in executor.layout.layer_shapes] == [(2, 16), (2, 16 + 3), (2, 16 + 3)]
     geometry = Geometry(
         source="tiny",
         num_layers=3, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=150,

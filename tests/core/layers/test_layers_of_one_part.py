@@ -120,7 +120,6 @@ def test_names_of_nvidias_code(it, drive, tmp_path):
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"moe_latent_size": 32}, "moe_latent_size"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
