@@ -230,6 +230,8 @@ def what_native_lacks(spec: Experts) -> str | None:
     """What a mixture has that the native library does not compute; None: it computes all of it."""
     if spec.sees:
         return "mixture with experts of images"
+    if spec.idle:
+        return "mixture with experts that give their input back"
     if spec.shared_activation is not None:
         return "mixture whose shared expert has an activation of its own"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
@@ -237,7 +239,7 @@ def what_native_lacks(spec: Experts) -> str | None:
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
     routing, gating, router = spec.routing, _gating(spec.activation), experts.router
-    if gating is None or spec.shared_activation is not None:
+    if gating is None or spec.shared_activation is not None or spec.idle:
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
@@ -396,7 +398,11 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
+    is_idle = experts >= spec.count if spec.idle else None
+    experts = experts if is_idle is None else experts.masked_fill(is_idle, 0)
     outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches).view(*experts.shape, -1)
+    if is_idle is not None:
+        outputs = torch.where(is_idle[..., None], x[:, None], outputs)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 

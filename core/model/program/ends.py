@@ -28,7 +28,7 @@ from .end_ops import (
     SplitStreams,
 )
 from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
-from .ops import CHOSEN, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
+from .ops import CHOSEN, INPUTS, LATE, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -105,6 +105,8 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
     if (top_k := config.top_k) is not None:
         found.append(Kept(CHOSEN, (top_k,), is_index=True))
+    if any(layer.is_late for layer in config.layers):
+        found.append(Kept(LATE, (config.hidden_size,)))
     return tuple(found)
 
 

@@ -149,7 +149,7 @@ class Source(NamedTuple):
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `parts_of`."""
-    tensors, units = config.tensors.of(names), config.unit_rows
+    tensors = config.tensors.of(names)
     first = tensors.embeddings if config.norm.weightless else tensors.norm
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
@@ -163,10 +163,19 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
         around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
         own = biases.get(part) or Source(_plain_source(tensors, around, part.removeprefix(_MODEL), names))
         found.setdefault(part, own)
+    return found | _of_layers(config, tensors, prefix, names)
+
+
+def _of_layers(config: ModelConfig, tensors: TensorNames, prefix: str, names: Container[str]) -> dict[str, Source]:
+    """As `sources`, of parts of layers."""
+    found, units, numbers = dict[str, Source](), config.unit_rows, tensors.numbers
+    names = names if numbers is None else numbers.named(names)
     for index, layer in enumerate(config.layers):
         at = f"{prefix}{tensors.layers}.{index}."
         shapes = _layer_shapes(layer, config)
         own = {path: _layer_source(tensors, at, path, shapes, units, names) for path in shapes}
+        if numbers is not None:
+            own = {path: source._replace(name=numbers.given(source.name)) for path, source in own.items()}
         found |= {LAYER.format(index) + path: source for path, source in own.items()}
     return found
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from chorus.core.model.program.builder import LayerProgram, layer_program
-from chorus.core.model.program.ops import CHOSEN, CUTS, INPUTS, STREAM, STREAMS, Attend, Gemm, Heads, Op, name_of
+from chorus.core.model.program.ops import CHOSEN, CUTS, INPUTS, LATE, STREAM, STREAMS, Attend, Gemm, Heads, Op, name_of
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.weights.shard import Shard
@@ -16,7 +16,9 @@ from chorus.memory.pages.projections import Group
 
 from ...tiny_families import EVERY, make_tiny
 
-LASTING = {STREAM, STREAMS, INPUTS, CHOSEN}
+#: Those which a layer leaves to later ones.
+LEFT = {CHOSEN, LATE}
+LASTING = {STREAM, STREAMS, INPUTS, *LEFT}
 
 
 @cache
@@ -39,13 +41,13 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 @every_family
 def test_buffers_are_written_before_they_are_read(family):
-    lasting = LASTING - {CHOSEN}
+    lasting = LASTING - LEFT
     for program in programs_of(family):
         written = set(lasting)
         for op in program.ops:
             assert {name_of(read) for read in op.reads} <= written, op
             written |= set(op.writes)
-        lasting |= written & {CHOSEN}
+        lasting |= written & LEFT
 
 
 @every_family
