@@ -251,7 +251,8 @@ class AdapterWeights(RowsFile):
         """Return the tensors with swapped A and B of parameters of experts swapped back."""
         found = dict(listed)
         for name, other, a, b, stacked in self._stacked_pairs(listed):
-            experts = stacked[0][0].experts
+            dims = _dim(b, 0), _dim(a, 1)
+            experts = next((parts[0].experts for parts in stacked if _dims_of(parts) == dims), stacked[0][0].experts)
             if len(a.shape) == len(b.shape) == 2 and not a.shape[0] % experts and not b.shape[1] % experts:
                 found[name] = _as_other_side(b, experts, is_a=True)
                 found[other] = _as_other_side(a, experts, is_a=False)
@@ -390,6 +391,7 @@ class AdapterWeights(RowsFile):
         rest = f"{usual.get(own, own)}.{kind}" if is_there else rest
         self._stems.add(found[1][:-1])
         plain = f"{PREFIX}{STEM}.{rest}"
+        plain = plain if modules.numbers is None else modules.numbers.own(plain)
         match = _IN_LAYER.fullmatch(plain)
         if match is None:
             return plain
@@ -401,7 +403,7 @@ class AdapterWeights(RowsFile):
             self._never_called.add(plain)
             return plain
         own = f"{modules.usual.get(path, path)}.{ENDS.get(match[3], match[3])}"
-        if given.startswith(IN_LAYERS) and path == match[2]:
+        if given.startswith(IN_LAYERS) and path == match[2] and modules.numbers is None:
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
 

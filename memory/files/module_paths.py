@@ -19,6 +19,7 @@ from typing import Any
 
 from ..pages.projections import LAYER_GROUPS, Group, Projection, Projections, UnitRows
 from .config import IN_TOWER
+from .layer_numbers import LayerNumbers
 from .slices import Slice, slices_of
 from .tokens.base_tokens import BaseTokens
 from .tower_shapes import TowerShapes
@@ -165,6 +166,12 @@ class ModulePaths:
     is_tied: bool = False
     """True if the output projection is the token embeddings."""
 
+    no_parameters: tuple[str, ...] = ()
+    """Ends of parameters' names that an adapter may have of a similar model's, and that match nothing."""
+
+    numbers: LayerNumbers | None = None
+    """How a model numbers its layers where several stand under one number; None: each has its own."""
+
     head_part: str = ""
     """The name of the part that has the output projection in a model whose class has none itself (Llama 4)."""
 
@@ -184,6 +191,11 @@ class ModulePaths:
 
     base_tokens: BaseTokens | None = field(default=None, compare=False, repr=False)
     """The tokens of the base model's tokenizer; None: they are not known."""
+
+    def name_in(self, layer: int, path: str) -> str:
+        """The name of a module of a layer, among those around its layers."""
+        name = f"{self.layers}.{layer}.{path}"
+        return name if self.numbers is None else self.numbers.given(name)
 
     def has_bias(self, layer: int, module: str) -> bool:
         """True if a projection may have a bias."""

@@ -17,7 +17,6 @@ from .module_paths import ExpertForm, ModulePaths
 from .names.module_names import ModuleNames
 from .peft_names import HEAD, LAYER, UNEMBED
 from .slices import SlicedTarget, SliceFactors, check_slices
-from .tower_shapes import TowerShapes
 
 Targets = dict[tuple[int, str], tuple[int, float]]
 """Rank and scale by layer and projection."""
@@ -43,7 +42,7 @@ def targets_of(
     for name, (layer, parts, rank_and_scale) in found.items():
         for module in parts:  # of several paths to a projection the first is the adapter's own
             targets.setdefault((layer, module), rank_and_scale)
-        if (path := name.partition(f"{modules.layers}.{layer}.")[2]) in modules.given_slices:
+        if (path := name.partition(modules.name_in(layer, ""))[2]) in modules.given_slices:
             named[layer, parts[0]][path] = rank_and_scale
     factors = check_slices(config, named, slices, targets)
     targets |= _parameter_targets(config, stem, modules, targets)
@@ -89,10 +88,10 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
     keys, inner = {}, []
     for layer in range(modules.projections.num_layers):
         own = modules.in_layer(layer)
-        keys |= {f"{level}{modules.layers}.{layer}.{path}": (layer, parts) for path, parts in own.items()}
-        parents = sorted({f".{path.rpartition('.')[0]}" for path in own})
-        names = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm", *parents]
-        inner += [f"{level}{modules.layers}.{layer}{name}" for name in names]
+        keys |= {f"{level}{modules.name_in(layer, path)}": (layer, parts) for path, parts in own.items()}
+        parents = sorted({path.rpartition(".")[0] for path in own})
+        names = ["", "mlp.act_fn", "input_layernorm", "post_attention_layernorm", *parents]
+        inner += [f"{level}{modules.name_in(layer, name)}".rstrip(".") for name in names]
     keys |= _model_keys(stem, modules)
     others = [f"{level}{name}" for name in (modules.embeddings, modules.layers, "norm", "rotary_emb")]
     others += [*modules.heads, stem] if stem else []  # without a module around the layers there is no head
@@ -127,7 +126,7 @@ def _parameter_targets(
     if not config.parameters:
         return {}
     names, keys = _parameter_keys(stem, modules)
-    _check_parameters(config, names, keys, modules.tower)
+    _check_parameters(config, names, keys, modules)
     found = {}
     for name, rank_and_scale in config.parameter_targets(names).items():
         layer, parts = keys[name]
@@ -141,15 +140,14 @@ def _parameter_targets(
     return found
 
 
-def _check_parameters(
-    config: AdapterConfig, names: ModuleNames, keys: Collection[str], tower: TowerShapes | None
-) -> None:
-    """Raise AdapterFormatError for parameters that are not served, or that the file has no tensors of. tower: has
+def _check_parameters(config: AdapterConfig, names: ModuleNames, keys: Collection[str], modules: ModulePaths) -> None:
+    """Raise AdapterFormatError for parameters that are not served, or that the file has no tensors of. A tower has
     others, which are checked with it.
     """
+    tower = modules.tower
     of_tower = [] if tower is None else [f".model.{name}" for name in tower.matrices.values()]
     without = {f".{key.rsplit('.', 2)[0]}.weight" for key in keys}  # modules of modules have no weight of their own
-    for each in config.parameters:
+    for each in set(config.parameters).difference(modules.no_parameters):
         is_of_none = any(name.endswith(f".{each}") for name in without)  # PEFT, too, passes these over
         is_of_tower = any(name.endswith(f".{each}") for name in of_tower)
         if not is_of_none and not is_of_tower and not names.with_tail(each):
@@ -170,7 +168,7 @@ def _parameter_keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[
         level = f"{stem}." if stem else ""
         for path, parts in modules.stacked_experts:
             layers = modules.projections.layers_of(parts[0])
-            found |= {f"{level}{modules.layers}.{layer}.{path}": (layer, parts) for layer in layers}
+            found |= {f"{level}{modules.name_in(layer, path)}": (layer, parts) for layer in layers}
     return ModuleNames([*found]), found
 
 
@@ -201,7 +199,7 @@ def _elsewhere(config: AdapterConfig, stem: str, modules: ModulePaths) -> str:
     """The targets that a configuration without any would have if every layer had every projection."""
     level, projections = f"{stem}." if stem else "", modules.projections
     parts_of = {
-        f"{level}{modules.layers}.{layer}.{path}": (layer, parts[0])
+        f"{level}{modules.name_in(layer, path)}": (layer, parts[0])
         for layer in range(projections.num_layers)
         for path, parts in modules.by_path.items()
     }

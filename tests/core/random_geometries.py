@@ -158,6 +158,22 @@ def _ax(rng: random.Random) -> Fields:
     return {**found, "mlp_layer_types": _types(rng, found["num_hidden_layers"], ("dense", "sparse", "sparse"))}
 
 
+def _longcat(rng: random.Random) -> Fields:
+    found, count, idle = _latent(rng), rng.choice((2, 3, 6, 8)), rng.choice((0, 1, 2, 4))
+    return {
+        **found,
+        "num_hidden_layers": 2 * rng.randint(1, 3),
+        "head_dim": found["qk_rope_head_dim"],
+        "n_routed_experts": count,
+        "zero_expert_num": idle,
+        "num_experts_per_tok": rng.randint(2, count + idle),
+        "moe_intermediate_size": rng.choice((16, 24)),
+        "n_group": None,
+        "topk_group": None,
+        "hidden_act": rng.choice(("silu", "gelu_pytorch_tanh")),
+    }
+
+
 def _indexer(rng: random.Random) -> Fields:
     found = _ax(rng)
     return {
@@ -623,6 +639,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "deepseek-v3.2": _indexer,
     "glm-5": _glm_5,
     "ax-k2": _ax_2,
+    "longcat-flash": _longcat,
     "dots-3-note": _dots_3,
     "minimax-m3": _minimax_3,
     "hy-v4": _hy_v4,

@@ -178,6 +178,8 @@ def test_paths_of_modules_are_known_under_new_names(tiny, family):
     base = it.reference.get_base_model()
     linear = {name for name, module in base.base_model.named_modules() if isinstance(module, nn.Linear)}
     names = {name.replace(".base_layer", "") for name in linear if ".lora_" not in name}
+    names = names if modules.numbers is None else set(map(modules.numbers.own, names))
+    names = {name for name in names if not f"model.{name}.".startswith(modules.left_out)}
     for index in range(base.config.num_hidden_layers):
         begin = f"{modules.layers}.{index}."
         paths = {name.removeprefix(begin) for name in names if name.startswith(begin)}

@@ -48,7 +48,9 @@ NATIVE = [family for family in EXPERTS if not family.startswith(NOT_NATIVE)]
 WITH_EXPERTS = [
     family
     for family, (_, changes, _) in RENAMED.items()
-    if any("expert" in name for name in changes) and changes.get("num_experts") != 1
+    if any("expert" in name for name in changes)
+    and changes.get("num_experts") != 1
+    and not family.startswith("longcat")  # whose mixtures are added behind another layer
 ]
 BITS = ["qwen3-moe-mixed", "glm-4-moe-groups", "qwen3.5-moe", "granite-4-h-moe", "deepseek-v2", "glm-4.7-flash"]
 """Layers with and without experts, groups of experts beside a shared one, recurrent states, and latents."""

@@ -1302,6 +1302,19 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "pad_token_id": 0},
         "50GB",
     ),
+    "longcat-flash": (
+        "LongcatFlashConfig",
+        {**LATENT, "head_dim": 8, "num_hidden_layers": 4, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3,
+         "expert_ffn_hidden_size": 40, "routed_scaling_factor": 1.5},
+        "50GB",
+    ),
+    "longcat-flash-busy": (
+        "LongcatFlashConfig",
+        {**LATENT, "head_dim": 8, "num_hidden_layers": 2, "n_routed_experts": 6, "zero_expert_num": 0, "moe_topk": 2,
+         "expert_ffn_hidden_size": 24, "attention_bias": True, "hidden_act": "gelu_pytorch_tanh",
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "20KB",
+    ),
     "sarvam-mla": (
         "SarvamMLAConfig",
         {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": None,
@@ -1424,7 +1437,7 @@ class Tiny:
         if (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
-            scores = scores.sigmoid() + correction
+            scores = (scores.softmax(-1) if hasattr(router, "classifier") else scores.sigmoid()) + correction
         if (groups := getattr(router, "num_group", None) or 1) > 1:
             best_of = 1 if getattr(router, "topk_method", None) == "group_limited_greedy" else 2
             sums = scores.view(len(scores), groups, -1).topk(best_of).values.sum(-1)
@@ -1645,7 +1658,8 @@ def save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: An
         here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))] or ["in_proj"]
         if config.experts is not None or config.has_blocks:
             own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
-            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, own)]
+            every = ((layer, path) for layer in range(config.num_layers) for path in _paths(config, layer, own))
+            here = [config.module_paths.name_in(*each) for each in every]
         lora = LoraConfig(
             r=rank,
             lora_alpha=alpha,

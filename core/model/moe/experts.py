@@ -248,6 +248,8 @@ def _what_kernels_lack(spec: Experts) -> str | None:
         return "factor of a router's logits"
     if spec.routing.groups > 1 and spec.routing.other_score == 0:
         return "score of experts outside of kept groups"
+    if spec.idle:
+        return "mixture with experts that give their input back"
     if spec.shared_activation not in (None, spec.activation):
         return f"mixture of experts with {spec.activation}, whose shared expert has {spec.shared_activation}"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
@@ -416,10 +418,14 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
+    is_idle = experts >= spec.count if spec.idle else None
+    experts = experts if is_idle is None else experts.masked_fill(is_idle, 0)
     outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches)
     if weights.out_norm is not None and spec.latent is not None and spec.latent.eps is not None:
         outputs = scaled_norm(outputs, 1 + weights.out_norm, spec.latent.eps)
     outputs = outputs.view(*experts.shape, -1)
+    if is_idle is not None:
+        outputs = torch.where(is_idle[..., None], x[:, None], outputs)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     shared = _of_shared(x, weights, spec, lora) if spec.latent is None else None  # else it reads no latents
     return weights.add_up(outputs, factors, shared)

@@ -24,6 +24,7 @@ from .muse_ops import AddGated, NormHeads, NormScaled
 from .ops import (
     CHOSEN,
     EMBEDDED,
+    LATE,
     STREAM,
     Activate,
     Add,
@@ -156,11 +157,17 @@ class _Builder:
         if spec.feed_forward is not None and (spec.mixer is None or spec.norms not in PARALLEL):
             self._ops.append(Begin("mlp"))
             rows = self._normed(STREAM, "mlp_norm")
-            y = self._feed_forward(rows) if spec.beside is None else self._side_by_side(spec.beside, rows)
-            y = self._output(y, "mlp_out_norm")
+            y = self._output(self._own_parts(rows), "mlp_out_norm")
             self._ops.append(End())
             self._add(y, "mlp_gate")
             self._behind("mlp_out_norm")
+        self._at_end()
+
+    def _at_end(self) -> None:
+        """Append what follows a layer's parts."""
+        spec = self.spec
+        if spec.takes_late:
+            self._add(LATE)
         if spec.input_size:
             self._add(self._further(STREAM))
         if spec.scaled:
@@ -443,6 +450,15 @@ class _Builder:
             self._put(SharedExpert(rows, "sh", spec))
             self._put(AllReduce("sh"))
             self._put(Sum(out, "sh", out))
+
+    def _own_parts(self, rows: str) -> str:
+        """The feed-forward part, and a mixture beside it, which may be added later."""
+        if (beside := self.spec.beside) is None:
+            return self._feed_forward(rows)
+        if not self.spec.is_late:
+            return self._side_by_side(beside, rows)
+        self._experts(beside, rows, LATE)
+        return self._feed_forward(rows)
 
     def _side_by_side(self, experts: Experts, rows: str) -> str:
         """The sum of the gated part and of a mixture of experts, which read the same residual stream (Gemma 4)."""

@@ -29,7 +29,7 @@ from .end_ops import (
     SplitStreams,
 )
 from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
-from .ops import CHOSEN, EMBEDDED, INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
+from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -110,6 +110,8 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
     if (top_k := config.top_k) is not None:
         found.append(Kept(CHOSEN, (top_k,), is_index=True))
+    if any(layer.is_late for layer in config.layers):
+        found.append(Kept(LATE, (config.hidden_size,)))
     return tuple(found)
 
 

@@ -32,6 +32,7 @@ from .native_binding import Late, LayerBinding, filled, weight_of
 from .native_buffers import Buffers, NoNativeOp, columns_of, reads_rounded
 from .native_registers import Held, Registers, Value
 from .ops import (
+    LATE,
     STREAM,
     Activate,
     Add,
@@ -456,6 +457,8 @@ class _Lowering:
     def _moe(self, at: int, op: Moe) -> None:
         if (lack := what_native_lacks(op.spec)) is not None:
             raise NoNativeOp(lack)
+        if op.out == LATE:
+            raise NoNativeOp("mixture that is added behind the next layer")
         x = self._read_rounded(at, op.x)
         routed = x if op.routed is None else self._read_rounded(at, op.routed)
         if self._routed is not routed.value:

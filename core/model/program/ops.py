@@ -30,6 +30,9 @@ EMBEDDED = "e0"
 #: The tokens that queries attend to, as the last indexer chose them `[tokens, top_k]` int32; or blocks of tokens.
 CHOSEN = "chosen"
 
+#: What a mixture of experts gives, up to the end of the next layer `[tokens, hidden]`.
+LATE = "late"
+
 #: Further inputs of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
 INPUTS, FURTHER = "inputs", "input"
 

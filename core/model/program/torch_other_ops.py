@@ -164,7 +164,9 @@ def moe(op: Moe, at: OpContext) -> Run:
             names[op.out] = mix_by_modality(read(names), both, spec, of_images, lora_of(added, MixtureLora))
             return
         launches = _launches(backend_of(step, experts))
-        names[op.out] = mix_experts(read(names), experts, spec, added, routed, launches=launches)
+        y = mix_experts(read(names), experts, spec, added, routed, launches=launches)
+        out = step.kept.get(Kept(op.out, y.shape[1:]))
+        names[op.out] = y if out is None else out.copy_(y)
 
     return run
 

@@ -404,6 +404,8 @@ class ModelConfig:
             absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),
             biased=biased,
             is_tied=self.tie_word_embeddings,
+            no_parameters=self.tensors.no_parameters,
+            numbers=self.tensors.numbers,
             head_part=self.tensors.head_part,
             tower=self.tower,
             base_rows=self.base_rows,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ....memory.pages.layer_projections import gated_projections, mixture_projections
-from ....memory.pages.projections import Projection
+from ....memory.pages.projections import Group, Projection
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
 
@@ -189,6 +189,12 @@ class Experts:
     """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
     VL). 0: there are none."""
 
+    idle: int = 0
+    """Further experts, behind the others, that give their input back (LongCat-Flash)."""
+
+    has_fixed_router: bool = False
+    """Adapters don't change the router, whatever tensors they have of it (LongCat-Flash)."""
+
     sees: bool = False
     """Images are served; else the further experts stay unread."""
 
@@ -219,14 +225,24 @@ class Experts:
     @property
     def share_per_token(self) -> float:
         """Share of the experts that a token goes to."""
-        return self.routing.per_token / self.count
+        return self.routing.per_token / self.choices
+
+    @property
+    def choices(self) -> int:
+        """Experts that a router chooses among."""
+        return self.count + self.idle
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`; those of experts are of each one."""
         shared_gate, has_gates = self.shared_gate, self.is_gated
         latent = 0 if self.latent is None else self.latent.size
         own = {"shared_gate": shared_gate, "has_gates": has_gates, "latent": latent}
-        return mixture_projections(hidden, self.count, self.size, self.shared_size, **own)
+        found = mixture_projections(hidden, self.count, self.size, self.shared_size, **own)
+        if self.has_fixed_router:
+            found = tuple(each for each in found if each.group is not Group.ROUTER)
+        is_wide = (each.group is Group.EXPERT_GATE_UP and self.idle > 0 for each in found)
+        every = zip(found, is_wide, strict=True)
+        return tuple(replace(each, experts=self.choices) if wide else each for each, wide in every)
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""

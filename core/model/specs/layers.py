@@ -160,6 +160,12 @@ class LayerSpec:
         x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
     """
 
+    is_late: bool = False
+    """The mixture beside reads what the gated part reads, and is added behind the next layer (LongCat-Flash)."""
+
+    takes_late: bool = False
+    """It adds the mixture beside the layer before, at its end."""
+
     mixer_beside: MixerBeside | None = None
     """A second mixer of a layer with attention."""
 
@@ -231,6 +237,8 @@ class LayerSpec:
             return "each expert's output is normalised, of which all ranks together have the sum"
         if self.attention is not None and self.attention.difference is not None:
             return "heads are subtracted from others, which other ranks would have"
+        if self.experts is not None and self.experts.idle:
+            return "experts that give their input back would be added by every rank"
         return None
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from ....memory.files.layer_numbers import LayerNumbers
 from ....memory.files.module_paths import StackedSides
 
 #: Where Llama's layers have their norms; the other parts are named as in `weights.tensor_shapes`.
@@ -94,6 +95,9 @@ class TensorNames:
     shared block's place. A checkpoint that has the part under its own name has it there. A part with the end of its
     tensor's name, such as `mlp.gate.e_score_correction_bias`, is that tensor alone."""
 
+    numbers: LayerNumbers | None = None
+    """How layers are numbered where several stand under one number; None: each has its own."""
+
     older: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A part of a layer → its name, or names, in checkpoints that don't have it under that of `names`; as there, also
     those of a tensor alone.
@@ -145,6 +149,11 @@ class TensorNames:
 
     adapter_names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """A part of a layer → a further name under which adapters may have it: of transformers in memory, or Tinker's."""
+
+    no_parameters: tuple[str, ...] = ()
+    """Ends of parameters' names that PEFT adds to an adapter's with "all-linear", and that the model does not have: it
+    takes the names of a similar one (LongCat-Flash).
+    """
 
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""

@@ -287,7 +287,7 @@ class _Layer:
             yield Slot("mlp_inner_norm", (tensor,), Keep.NORM)
         yield from self._matrices(Group.DOWN)
         yield from self._around("mlp_out_norm")
-        if spec.beside is not None:
+        if spec.beside is not None and not spec.is_late:
             for name in ("dense_out_norm", "experts_norm", "experts_out_norm"):
                 yield self._vector(name, f"{name}.weight", Keep.NORM)
             yield self._vector("router_norm", "router.scale", Keep.NORM, self._hidden**-0.5)
@@ -373,10 +373,10 @@ class _Layer:
             if has:
                 yield Slot(f"{EXPERTS}.{name}", (SlotTensor(path, shape),), Keep.FLOAT32)
 
-        routing, count = spec.routing, (spec.count,)
-        yield from small("router", "mlp.gate.weight", spec.count, self._hidden)
-        yield self._of_experts("gate_up", Group.EXPERT_GATE_UP)
-        yield self._of_experts("down", Group.EXPERT_DOWN)
+        routing, count = spec.routing, (spec.choices,)
+        yield from small("router", "mlp.gate.weight", *count, self._hidden)
+        yield self._of_experts("gate_up", Group.EXPERT_GATE_UP, spec.count)
+        yield self._of_experts("down", Group.EXPERT_DOWN, spec.count)
         yield from small("correction", CORRECTION, *count, has=routing.corrected)
         yield from small("factors", "router.per_expert_scale", *count, has=routing.scaled)
         for name, group in (("shared_gate_up", Group.SHARED_GATE_UP), ("shared_down", Group.SHARED_DOWN)):
@@ -385,8 +385,8 @@ class _Layer:
         yield from small("shared_gate", "mlp.shared_expert_gate.weight", 1, self._hidden, has=spec.shared_gate)
         yield from small("router_bias", "mlp.gate.bias", *count, has=routing.bias)
         if spec.biased:
-            yield self._of_experts("gate_up_bias", Group.EXPERT_GATE_UP, is_bias=True)
-            yield self._of_experts("down_bias", Group.EXPERT_DOWN, is_bias=True)
+            yield self._of_experts("gate_up_bias", Group.EXPERT_GATE_UP, spec.count, is_bias=True)
+            yield self._of_experts("down_bias", Group.EXPERT_DOWN, spec.count, is_bias=True)
         if (latent := spec.latent) is not None:
             yield from self._matrices(Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
             has_norms = latent.eps is not None
@@ -409,10 +409,10 @@ class _Layer:
         if spec.routing.corrected:
             yield Slot(f"{IMAGE_EXPERTS}.correction", (SlotTensor(IMAGE_CORRECTION, (count,)),), small)
 
-    def _of_experts(self, name: str, group: Group, *, is_bias: bool = False) -> Slot:
+    def _of_experts(self, name: str, group: Group, count: int, *, is_bias: bool = False) -> Slot:
         """A list of weights of all experts, or of their biases."""
         own, make = self._groups[group], _bias if is_bias else _weight
-        count, keep = own[0].experts, Keep.PLAIN if is_bias else Keep.EXPERT
+        keep = Keep.PLAIN if is_bias else Keep.EXPERT
         tensors = tuple(make(each.of_expert(number)) for number in range(count) for each in own)
         first_rank = is_bias and own[0].is_row_parallel
         return Slot(f"{EXPERTS}.{name}", tensors, keep, None if is_bias else group, first_rank, count=count)

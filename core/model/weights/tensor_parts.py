@@ -164,8 +164,18 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
         around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
         own = biases.get(part) or Source(_plain_source(tensors, around, part.removeprefix(_MODEL), names))
         found.setdefault(part, own)
+    return found | _of_layers(config, tensors, prefix, names)
+
+
+def _of_layers(config: ModelConfig, tensors: TensorNames, prefix: str, names: Container[str]) -> dict[str, Source]:
+    """As `sources`, of parts of layers."""
+    found, numbers = dict[str, Source](), tensors.numbers
+    names = names if numbers is None else numbers.named(names)
     for index in range(config.num_layers):
-        found |= _layer_sources(index, config, tensors, f"{prefix}{tensors.layers}.", names)
+        own = _layer_sources(index, config, tensors, f"{prefix}{tensors.layers}.", names)
+        if numbers is not None:
+            own = {path: source._replace(name=numbers.given(source.name)) for path, source in own.items()}
+        found |= own
     return found
 
 

@@ -151,13 +151,19 @@ class WeightLoader(Weights):
         for name, numbers in experts.items():
             rows, *others = shapes[name]
             matrix = (rows // len(numbers), *others)
-            shapes[name] = (len(numbers), *(matrix[::-1] if name in transposed else matrix))
+            count = len(numbers) + self._idle(name)
+            shapes[name] = (count, *(matrix[::-1] if name in transposed else matrix))
             if self._config.tensors.flat:
                 self._flat[name] = shapes[name]
         if (embed := self._sources[EMBED].name) in shapes:  # rows beyond the head's are not read
             rows, *others = shapes[embed]
             shapes[embed] = (rows + self._config.further_embeddings, *others)
         return shapes | {name: shapes[name][::-1] for name in transposed - experts.keys()}
+
+    def _idle(self, stack: str) -> int:
+        """Experts of a stack of gates or ups that have no output matrix, and are not read."""
+        experts = self._config.experts
+        return 0 if experts is None or stack.endswith("down_proj") else experts.idle
 
     def _not_transposed(self) -> dict[str, Source]:
         """The sources of parts in stacks whose shape says that they are not transposed."""
@@ -188,10 +194,10 @@ class WeightLoader(Weights):
         used |= {each for names in self._quantised.values() for each in names}
         how, scales = self._config.weight_format, 0
         for name in self._checkpoint.names():
+            if name in used:
+                continue
             if name.startswith(self._config.tensors.left_out):
                 left_out += 1
-            elif name in used:
-                continue
             elif how is not None and how.left_out(self._checkpoint, name):
                 scales += 1
             elif not self._is_elsewhere(name):

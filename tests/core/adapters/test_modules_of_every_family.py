@@ -63,7 +63,7 @@ def _save(family: str, root: Path) -> None:
     ends = [names[id(module)] for module in (model.get_input_embeddings(), model.get_output_embeddings())]
     kinds = torch.nn.Linear, Conv1D
     layers = (name for name, module in model.named_modules() if isinstance(module, kinds) and ".0." in name)
-    plain = next(name for name in layers if not name.endswith("out_proj"))
+    plain = next(name for name in layers if not name.endswith(("out_proj", ".router.classifier")))
     for form, arguments in forms(*(end.rpartition(".")[2] for end in ends), plain).items():
         _save_form(root / "model", root / form, arguments)
 

@@ -181,9 +181,12 @@ def test_attention_of_several_shapes(tiny, drive, triton, mixed_graph_tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
-def test_latents(tiny, drive, triton, mixed_graph_tokens):
-    """Decode steps are captured, also those whose adapters change keys and values of latents."""
-    it = tiny("deepseek-v3")
+@pytest.mark.parametrize("family", ["deepseek-v3", "longcat-flash"])
+def test_latents(tiny, drive, triton, family, mixed_graph_tokens):
+    """Decode steps are captured, also those whose adapters change keys and values of latents; in pieces, layers leave
+    mixtures to the next ones.
+    """
+    it = tiny(family)
     driver = drive(it, ["r3-all", "r17-o-mlp", "r8-qv"], mixed_graph_tokens=mixed_graph_tokens)
     check(it, driver, (None, 30, 4), ("r17-o-mlp", 9, 6), ("r3-all", 17, 5), ("r8-qv", 7, 3), (None, 5, 4))
     executor = driver.engine.executor.inner

@@ -28,6 +28,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "kimi-linear": {"untold": SUMS_OF_LATENTS, "changes": {"mlp_layer_types": ["dense"] * 4}},
     **{name: {"refused": {RANKS: "norms inside of attention"}} for name in ("bitnet", "bitnet-biased")},
     **{name: {"refused": {RANKS: "heads are subtracted"}} for name in ("diffllama", "diffllama-biased")},
+    "longcat-flash": {"refused": {RANKS: "give their input back"}},
     "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
     **{name: {"untold": {**ROUTED, **SUMS_OF_LATENTS}} for name in ("ling-2.6", "ling-2.6-q-latents")},
     "muse-spark": {"refused": {RANKS: "each expert's output is normalised"}},

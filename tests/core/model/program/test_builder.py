@@ -12,6 +12,7 @@ from chorus.core.model.program.ops import (
     CUTS,
     EMBEDDED,
     INPUTS,
+    LATE,
     STREAM,
     STREAMS,
     Attend,
@@ -28,7 +29,9 @@ from chorus.memory.pages.projections import Group
 
 from ...tiny_families import EVERY, make_tiny
 
-LASTING = {STREAM, STREAMS, INPUTS, EMBEDDED, CHOSEN}
+#: Those which a layer leaves to later ones.
+LEFT = {CHOSEN, LATE}
+LASTING = {STREAM, STREAMS, INPUTS, EMBEDDED, *LEFT}
 
 
 @cache
@@ -51,13 +54,13 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 @every_family
 def test_buffers_are_written_before_they_are_read(family):
-    lasting = LASTING - {CHOSEN}
+    lasting = LASTING - LEFT
     for program in programs_of(family):
         written = set(lasting)
         for op in program.ops:
             assert {name_of(read) for read in op.reads} <= written, op
             written |= set(op.writes)
-        lasting |= written & {CHOSEN}
+        lasting |= written & LEFT
 
 
 @every_family
