@@ -164,7 +164,7 @@ class ListedExperts(ExpertWeights):
         return choose(logits, routing, self.correction)
 
     def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
-        mixed = _weighted_sum(outputs, weights)
+        mixed = weighted_sum(outputs, weights)
         if shared is not None:
             added = shared.outputs.float()
             if shared.gates is not None:
@@ -182,12 +182,7 @@ class ListedExperts(ExpertWeights):
         *,
         launches: ExpertLaunches = APART,
     ) -> torch.Tensor:
-        experts = chosen.flatten().numpy()
-        places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
-        sorted_experts = experts[places]
-        ends = [*(np.flatnonzero(np.diff(sorted_experts)) + 1).tolist(), len(places)]
-        used = sorted_experts[np.array(ends) - 1].tolist()
-        by_expert = torch.from_numpy(places)
+        by_expert, ends, used = sorted_by_expert(chosen)
         tokens = by_expert // chosen.shape[1]
 
         def of_used(each: Sequence[_T] | None) -> list[_T] | None:
@@ -207,6 +202,28 @@ class ListedExperts(ExpertWeights):
         own = None if factors is None else factors.flatten()[by_expert]
         outputs = _through(x.index_select(0, tokens), parts, spec.activation, added, own)
         return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
+
+
+class SortedPairs(NamedTuple):
+    """Pairs of a row and an expert, expert after expert."""
+
+    pairs: torch.Tensor
+    """int64, their places in `[rows, per_token]`."""
+
+    ends: list[int]
+    """End of each expert's pairs."""
+
+    used: list[int]
+    """The experts that have any."""
+
+
+def sorted_by_expert(chosen: torch.Tensor) -> SortedPairs:
+    """Sort pairs by their experts. chosen: `[rows, per_token]` int64, on a CPU."""
+    experts = chosen.flatten().numpy()
+    places = experts.argsort(kind="stable")
+    sorted_experts = experts[places]
+    ends = [*(np.flatnonzero(np.diff(sorted_experts)) + 1).tolist(), len(places)]
+    return SortedPairs(torch.from_numpy(places), ends, sorted_experts[np.array(ends) - 1].tolist())
 
 
 def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None:
@@ -232,6 +249,8 @@ def what_native_lacks(spec: Experts) -> str | None:
         return "mixture with experts of images"
     if spec.shared_activation is not None:
         return "mixture whose shared expert has an activation of its own"
+    if spec.has_sum_bias:
+        return "mixture with a bias of its sum"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
 
 
@@ -448,13 +467,13 @@ def _of_shared(
     return SharedOutputs(outputs, gates)
 
 
-def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`Σ weights · outputs` in float32, added up place after place. outputs: `[rows, places, hidden]`. weights: `[rows,
     places]`. Some rows at once, as their products take memory.
     """
     if len(outputs) > _MIXED_ROWS:
         parts = zip(outputs.split(_MIXED_ROWS), weights.split(_MIXED_ROWS), strict=True)
-        return torch.cat([_weighted_sum(*part) for part in parts])
+        return torch.cat([weighted_sum(*part) for part in parts])
     mixed, *others = (outputs.float() * weights[..., None]).unbind(1)
     for product in others:
         mixed = mixed + product

@@ -162,7 +162,9 @@ def moe(op: Moe, at: OpContext) -> Run:
             names[op.out] = mix_by_modality(read(names), both, spec, of_images, lora_of(added, MixtureLora))
             return
         launches = _launches(backend_of(step, experts))
-        names[op.out] = mix_experts(read(names), experts, spec, added, routed, launches=launches)
+        y = mix_experts(read(names), experts, spec, added, routed, launches=launches)
+        bias = step.layers[index].get(op.bias)
+        names[op.out] = y if bias is None else y + bias
 
     return run
 

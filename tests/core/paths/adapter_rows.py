@@ -77,5 +77,6 @@ ADAPTER_ROWS = [
     all_linear("dots-3-note", "parts of a mixture of experts"),
     all_linear("minimax-m3", "parts of a mixture of experts"),
     all_linear("dbrx", "parts of a mixture of experts"),
+    all_linear("jetmoe", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]
