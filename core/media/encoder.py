@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -187,22 +188,15 @@ class ImageEncoder:
     def _encode(self, request: Request, used: list[tuple[RowsKey, Rows]]) -> None:
         """Give a request its rows, unless it is cancelled, and add them to `used`."""
         lent = list[torch.Tensor]()
-        changes: TowerChanges | None = None
-        has_changes = False
+        changes = cache(partial(self._changes, request))
         for item in request.media:
             if request.id not in self._pending:
                 return
             key = self._key(request, item)
             if (found := self._found(key)) is not None:
                 self.num_found += 1
-            else:
-                maker = self._maker_now()
-                if not has_changes and request.media_scope and request.bound is not None:
-                    changes, has_changes = maker.changes(request.bound), True
-                own = sum(each.nbytes for each in lent)
-                self._wait_for_room(request, own)
-                if (found := self._rows(maker, request, item, changes, own)) is None:
-                    return
+            elif (found := self._rows(request, item, changes, sum(each.nbytes for each in lent))) is None:
+                return
             lent.append(self._lend(key, found))
             used.append((key, found))
         request.media_rows[:] = lent
@@ -216,10 +210,19 @@ class ImageEncoder:
             self._maker = self._make()
         return self._maker
 
+    def _changes(self, request: Request) -> TowerChanges | None:
+        """What a request's adapter changes of the tower."""
+        if not request.media_scope or request.bound is None:
+            return None
+        return self._maker_now().changes(request.bound)
+
     def _rows(
-        self, maker: RowMaker, request: Request, item: MediaItem, changes: TowerChanges | None, own_bytes: int
+        self, request: Request, item: MediaItem, changes: Callable[[], TowerChanges | None], own_bytes: int
     ) -> Rows | None:
         """An image's rows; None if the request was cancelled. own_bytes: of the request's other rows."""
+        maker = self._maker_now()
+        changed = changes()
+        self._wait_for_room(request, own_bytes)
         began = time.perf_counter()
         prepared = maker.prepare(item)
         if prepared.digest != item.digest:
@@ -232,7 +235,7 @@ class ImageEncoder:
             if request.id not in self._pending:
                 return None
             began = time.perf_counter()
-            rows = maker.encode(prepared, changes)
+            rows = maker.encode(prepared, changed)
             seconds += time.perf_counter() - began
         finally:
             del self._live[number]

@@ -39,6 +39,17 @@ def attention_projections(
     )
 
 
+def query_expert_projections(hidden: int, kv_heads: int, head_dim: int, experts: int) -> tuple[Projection, ...]:
+    """Those of attention with experts of queries and of outputs, whose matrices no adapter changes: keys and values,
+    and the router, which every TP rank has.
+    """
+    names = ("self_attn.k_proj", "self_attn.v_proj")
+    return (
+        *(Projection(name, Group.MIXER_IN, hidden, kv_heads * head_dim, kv_heads) for name in names),
+        Projection("self_attn.query_router", Group.MIXER_IN, hidden, experts, 1),
+    )
+
+
 class LatentWidths(NamedTuple):
     """Widths of latent attention, for its projections."""
 

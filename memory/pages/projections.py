@@ -605,6 +605,7 @@ class Projections:
     def _gemm_shape(self, layer: Sequence[Projection], group: Group) -> GemmShape:
         own = [projection for projection in layer if projection.group is group]
         part = _FEED_FORWARD if group in _FEED_FORWARD else _MIXER
+        part = frozenset() if group is Group.MIXER_OUT else part  # outputs may be experts', too
         if not own and group in LAYER_GROUPS and part.isdisjoint(projection.group for projection in layer):
             return GemmShape(group, 0, ())  # the layer has experts, or one part alone
         if not own:

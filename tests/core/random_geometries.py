@@ -600,6 +600,22 @@ def _dbrx(rng: random.Random) -> Fields:
     }
 
 
+def _jetmoe(rng: random.Random) -> Fields:
+    own = _experts(rng)
+    return {
+        **_common(rng),
+        "hidden_size": rng.choice((40, 48, 64)),
+        "intermediate_size": rng.choice((16, 24, 40)),
+        "num_key_value_heads": rng.choice((1, 2, 3, 4)),
+        "kv_channels": rng.choice((8, 12, 16, 24)),
+        "num_local_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"],
+        "activation_function": rng.choice(("silu", "gelu_pytorch_tanh")),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-2)),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0))},
+    }
+
+
 def _diffllama(rng: random.Random) -> Fields:
     found = _grouped(rng)
     kv_heads = found["num_key_value_heads"] * 2
@@ -658,6 +674,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "muse-spark": _muse,
     "bitnet": _bitnet,
     "dbrx": _dbrx,
+    "jetmoe": _jetmoe,
     "diffllama": _diffllama,
     "openai-gpt": _openai,
 }

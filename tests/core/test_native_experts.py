@@ -41,6 +41,9 @@ NOT_NATIVE = (
     "step-3.7",
     "ling-2.6",
     "muse-spark",
+    "nemotron-3-super",
+    "longcat-flash",
+    "jetmoe",
 )
 
 #: Families whose layers the native decoder computes.
@@ -50,7 +53,7 @@ WITH_EXPERTS = [
     for family, (_, changes, _) in RENAMED.items()
     if any("expert" in name for name in changes)
     and changes.get("num_experts") != 1
-    and not family.startswith("longcat")  # whose mixtures are added behind another layer
+    and not family.startswith(("longcat", "jetmoe"))  # mixtures added behind another layer; experts of queries
 ]
 BITS = ["qwen3-moe-mixed", "glm-4-moe-groups", "qwen3.5-moe", "granite-4-h-moe", "deepseek-v2", "glm-4.7-flash"]
 """Layers with and without experts, groups of experts beside a shared one, recurrent states, and latents."""

@@ -1257,6 +1257,19 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
                                                    "partial_rotary_factor": 0.5}}},
         "20KB",
     ),
+    "jetmoe": (
+        "JetMoeConfig",
+        {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 8, "num_experts_per_tok": 3,
+         "intermediate_size": 40, "initializer_range": 0.2, "rms_norm_eps": 1e-5, "pad_token_id": 0},
+        "50GB",
+    ),
+    "jetmoe-pairs": (
+        "JetMoeConfig",
+        {"num_key_value_heads": 4, "kv_channels": 8, "num_local_experts": 5, "num_experts_per_tok": 2,
+         "hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 24, "initializer_range": 0.2,
+         "tie_word_embeddings": False, "activation_function": "gelu_pytorch_tanh", "pad_token_id": 0},
+        "20KB",
+    ),
     "dbrx": (
         "DbrxConfig",
         {"d_model": 64, "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
@@ -1347,7 +1360,7 @@ ADAPTERS = {
         6,
         [
             *(*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj"),
-            *(*UNITS, *LATENTS, *OF_WINDOWS, *INDEXERS, *MLP, *BLOCKS),
+            *(*UNITS, *LATENTS, *OF_WINDOWS, *INDEXERS, "query_router", *MLP, *BLOCKS),
         ],
     ),
     "r8-qv": (
@@ -1373,7 +1386,11 @@ ADAPTERS = {
             "indexer.k_proj",
         ],
     ),
-    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", "o_proj@sliding", "linear_out", *MLP]),
+    "r17-o-mlp": (
+        17,
+        8,
+        ["o_proj", "out_proj", "o_proj@linear", "o_proj@sliding", "linear_out", "query_router", *MLP],
+    ),
 }
 
 
@@ -1423,7 +1440,7 @@ class Tiny:
             if type(module).__name__ == "DbrxFFN":
                 module.router.top_k = module.top_k
             is_other = hasattr(module, "A_log") or hasattr(module, "temperature")  # gates of states, and of residuals
-            if type(module).__name__.endswith(("Router", "Gate")) and not is_other:
+            if type(module).__name__.endswith(("Router", "Gate", "TopKGating")) and not is_other:
                 module.register_forward_hook(self._note_router)
             if type(module).__name__.endswith("Indexer"):
                 watched = TopKMargins(self.router_margins)
@@ -1432,8 +1449,8 @@ class Tiny:
         return reference
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        chosen_alone = type(router).__name__ == "Llama4Router"  # whose scores of others are 0
-        scores = (output if isinstance(output, torch.Tensor) else output[1 if chosen_alone else 0]).float()
+        place = {"Llama4Router": 1, "JetMoeTopKGating": -1}.get(type(router).__name__, 0)  # scores of others may be 0
+        scores = (output if isinstance(output, torch.Tensor) else output[place]).float()
         if (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:

@@ -171,7 +171,7 @@ class ListedExperts(ExpertWeights):
         return choose(logits, routing, self.correction)
 
     def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
-        mixed = _weighted_sum(outputs, weights)
+        mixed = weighted_sum(outputs, weights)
         if shared is not None:
             added = shared.outputs.float()
             if shared.gates is not None:
@@ -189,12 +189,7 @@ class ListedExperts(ExpertWeights):
         *,
         launches: ExpertLaunches = APART,
     ) -> torch.Tensor:
-        experts = chosen.flatten().numpy()
-        places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
-        sorted_experts = experts[places]
-        ends = [*(np.flatnonzero(np.diff(sorted_experts)) + 1).tolist(), len(places)]
-        used = sorted_experts[np.array(ends) - 1].tolist()
-        by_expert = torch.from_numpy(places)
+        by_expert, ends, used = sorted_by_expert(chosen)
         tokens = by_expert // chosen.shape[1]
 
         def of_used(each: Sequence[_T] | None) -> list[_T] | None:
@@ -214,6 +209,28 @@ class ListedExperts(ExpertWeights):
         own = None if factors is None else factors.flatten()[by_expert]
         outputs = _through(x.index_select(0, tokens), parts, spec.activation, added, own)
         return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
+
+
+class SortedPairs(NamedTuple):
+    """Pairs of a row and an expert, expert after expert."""
+
+    pairs: torch.Tensor
+    """int64, their places in `[rows, per_token]`."""
+
+    ends: list[int]
+    """End of each expert's pairs."""
+
+    used: list[int]
+    """The experts that have any."""
+
+
+def sorted_by_expert(chosen: torch.Tensor) -> SortedPairs:
+    """Sort pairs by their experts. chosen: `[rows, per_token]` int64, on a CPU."""
+    experts = chosen.flatten().numpy()
+    places = experts.argsort(kind="stable")
+    sorted_experts = experts[places]
+    ends = [*(np.flatnonzero(np.diff(sorted_experts)) + 1).tolist(), len(places)]
+    return SortedPairs(torch.from_numpy(places), ends, sorted_experts[np.array(ends) - 1].tolist())
 
 
 def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None:
@@ -248,6 +265,8 @@ def _what_kernels_lack(spec: Experts) -> str | None:
         return "factor of a router's logits"
     if spec.routing.groups > 1 and spec.routing.other_score == 0:
         return "score of experts outside of kept groups"
+    if spec.has_sum_bias:
+        return "mixture with a bias of its sum"
     if spec.idle:
         return "mixture with experts that give their input back"
     if spec.shared_activation not in (None, spec.activation):
@@ -488,13 +507,13 @@ def _of_shared(
     return SharedOutputs(outputs, gates)
 
 
-def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`Σ weights · outputs` in float32, added up place after place. outputs: `[rows, places, hidden]`. weights: `[rows,
     places]`. Some rows at once, as their products take memory.
     """
     if len(outputs) > _MIXED_ROWS:
         parts = zip(outputs.split(_MIXED_ROWS), weights.split(_MIXED_ROWS), strict=True)
-        return torch.cat([_weighted_sum(*part) for part in parts])
+        return torch.cat([weighted_sum(*part) for part in parts])
     mixed, *others = (outputs.float() * weights[..., None]).unbind(1)
     for product in others:
         mixed = mixed + product

@@ -136,8 +136,8 @@ def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.de
     router = _dense(unpacked([experts.router])[0])
     return StackedExperts(
         router=_narrowed(router, dtype).to(device).contiguous(),
-        gate_up=_stacked(unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
-        down=_stacked(unpacked(experts.down), experts.down_bias, dtype, device),
+        gate_up=stacked(unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
+        down=stacked(unpacked(experts.down), experts.down_bias, dtype, device),
         correction=moved(experts.correction),
         shared_gate_up=moved(experts.shared_gate_up, dtype),
         shared_down=moved(experts.shared_down, dtype),
@@ -154,12 +154,13 @@ def _narrowed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return narrow if torch.equal(narrow.float(), weight) else weight
 
 
-def _stacked(
+def stacked(
     matrices: list[torch.Tensor | NarrowWeight],
     biases: Sequence[torch.Tensor] | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Stack:
+    """Matrices of experts in one tensor, narrow if all of them are, with their biases."""
     bias = None if biases is None else torch.stack(list(biases)).to(device, dtype)
     narrow = [each for each in matrices if isinstance(each, NarrowWeight)]
     if len(narrow) == len(matrices) and (data := narrow_weights.stack(narrow)) is not None:

@@ -16,6 +16,7 @@ from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
 from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
+from ..specs.query_experts import QueryExperts
 from ..specs.recurrent import RecurrentSpec
 from ..specs.shared_block import SharedBlock
 from ..weights.slots import CONNECTIONS, MATRICES, norms_of
@@ -66,6 +67,7 @@ from .ops import (
     TakeStream,
     View,
 )
+from .query_ops import OutputsOfExperts, QueriesOfExperts
 
 
 class Kept(NamedTuple):
@@ -262,10 +264,19 @@ class _Builder:
                 first, key = -index.query_size - index.key_dim, View("in", -index.key_dim)
                 self._put(IndexBlocks(View("in", first, key.begin), key, "iq", mixer, index, self.norm))
                 heads = View("in", 0, first, copied=True)
+            if mixer.query_experts is not None:
+                heads = self._of_experts(mixer, mixer.query_experts)
             self._put(Heads(heads, "q", gates, mixer, self.norm))
         self.reads.append(Kept("q", (mixer.num_heads, mixer.query_dim)))
         if mixer.output_gate is not None:
             self.reads.append(Kept("gates", (mixer.gate_size,)))
+
+    def _of_experts(self, mixer: AttentionSpec, experts: QueryExperts) -> str:
+        """Queries of experts, with the keys and values that all of them share."""
+        logits, count = View("in", -experts.count), (experts.per_token,)
+        q = self._put(QueriesOfExperts(self._rows, logits, "eq", "ec", "ew", mixer, experts))
+        self.reads += [Kept("ec", count, is_index=True), Kept("ew", count, is_wide=True)]
+        return self._put(Concat((q, View("in", 0, logits.begin)), "in"))
 
     def _latents(self, mixer: AttentionSpec, latent: LatentSpec) -> None:
         index = mixer.indexer
@@ -343,7 +354,7 @@ class _Builder:
         self._ops = self.parts[2]
         if isinstance(mixer, AttentionSpec):
             self._attended(mixer)
-        self._gemm(Group.MIXER_OUT, "a", "y")
+        self._project(mixer)
         if second is not None:
             self._beside_output(second)
         return self._put(AllReduce("y"))
@@ -360,6 +371,12 @@ class _Builder:
             self._put(ResizeHeads("a", "a", 0, mixer.head_dim, mixer.value_dim))
         if mixer.inner_norm:
             self._put(Norm("a", "a", "attention_inner_norm", self.norm))
+
+    def _project(self, mixer: AttentionSpec | RecurrentSpec) -> str:
+        """The product of a mixer's output, or those of experts."""
+        if isinstance(mixer, AttentionSpec) and (experts := mixer.query_experts) is not None:
+            return self._put(OutputsOfExperts("a", "ec", "ew", "y", mixer, experts))
+        return self._gemm(Group.MIXER_OUT, "a", "y")
 
     def _second_part(self, mixer: RecurrentSpec) -> str:
         """Return the buffer that the mixer reads. A mixer of two parts: its first part becomes a program of its own."""

@@ -19,6 +19,7 @@ _TITLES = {
     "SparseGates": "sparse gate",
     "Index": "indexer of sparse attention",
     "IndexBlocks": "indexer of blocks of keys",
+    "QueriesOfExperts": "experts of queries",
     "GrowHeads": "learned factors of softmax",
     "TakeGates": "gates of what latent attention gives",
     "SharedExpert": "shared expert beside experts of latents",

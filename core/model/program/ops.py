@@ -449,6 +449,7 @@ class Moe(Op):
     out: str
     spec: Experts
     experts: str = "experts"
+    bias: str = "experts_bias"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from itertools import groupby
 from ....ops.attention.blocks import BlockMask
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.feed_forward import Experts
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
@@ -49,6 +48,7 @@ from .ops import (
     SubtractHeads,
     TakeGates,
 )
+from .query_ops import OutputsOfExperts, QueriesOfExperts
 
 
 def program_lines(config: ModelConfig) -> list[str]:
@@ -138,8 +138,8 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _attention(op.attention)
         case Mix():
             return op.mixer.described()
-        case Moe():
-            return _experts(op.spec)
+        case Moe() | QueriesOfExperts() | OutputsOfExperts():
+            return _experts(op)
         case Activate():
             return str(op.activation)
         case Scale() | Clip() | ResizeHeads() | SubtractHeads() | TakeGates() | ConnectStreams() | SharedExpert():
@@ -234,7 +234,14 @@ def _attention(mixer: AttentionSpec) -> str:
     return f"sees {seen}; scale {mixer.scale:g}{cap}{', sinks' * mixer.sinks}{', slopes' * bool(mixer.slopes)}"
 
 
-def _experts(spec: Experts) -> str:
-    shared = f", and one of {spec.shared_size} for all" if spec.shared_size else ""
-    chosen = f"{spec.routing.per_token} for each token by {spec.routing.scoring}"
-    return f"{spec.count} experts of {spec.size}, {chosen}{shared}"
+def _experts(op: Moe | QueriesOfExperts | OutputsOfExperts) -> str:
+    routing, shared = op.spec.routing, ""
+    match op:
+        case Moe():
+            size, of_all = f"{op.spec.size}", op.spec.shared_size
+            shared = f", and one of {of_all} for all" if of_all else ""
+        case QueriesOfExperts():
+            size = "queries"
+        case OutputsOfExperts():
+            size = "outputs"
+    return f"{op.spec.count} experts of {size}, {routing.per_token} for each token by {routing.scoring}{shared}"

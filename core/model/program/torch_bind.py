@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import end_ops, hyper_ops, muse_ops, ops, torch_ends, torch_muse, torch_ops, torch_other_ops
+from . import end_ops, hyper_ops, muse_ops, ops, query_ops, torch_ends, torch_muse, torch_ops, torch_other_ops
 from .ops import Op
 from .torch_hyper import connect_streams, copy_to_streams, give_to_streams, sum_streams
 from .torch_indexer import choose, choose_blocks, index, index_blocks
 from .torch_latents import latent_attend, latents
+from .torch_queries import outputs_of_experts, queries_of_experts
 from .torch_step import OpContext, Run
 from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
 
@@ -75,4 +76,6 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     hyper_ops.CopyToStreams: copy_to_streams,
     hyper_ops.GiveToStreams: give_to_streams,
     hyper_ops.SumStreams: sum_streams,
+    query_ops.OutputsOfExperts: outputs_of_experts,
+    query_ops.QueriesOfExperts: queries_of_experts,
 }

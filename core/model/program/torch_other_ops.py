@@ -165,6 +165,8 @@ def moe(op: Moe, at: OpContext) -> Run:
             return
         launches = _launches(backend_of(step, experts))
         y = mix_experts(read(names), experts, spec, added, routed, launches=launches)
+        bias = step.layers[index].get(op.bias)
+        y = y if bias is None else y + bias
         out = step.kept.get(Kept(op.out, y.shape[1:]))
         names[op.out] = y if out is None else out.copy_(y)
 

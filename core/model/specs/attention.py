@@ -15,11 +15,13 @@ from ....memory.pages.layer_projections import (
     block_indexer_projections,
     indexer_projections,
     latent_projections,
+    query_expert_projections,
 )
 from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projection
 from ....ops.attention.blocks import BlockMask
 from .indexer import BlockIndexerSpec, IndexerSpec
+from .query_experts import QueryExperts
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -246,6 +248,9 @@ class AttentionSpec:
     difference: DifferenceSpec | None = None
     """Its output is of differences between heads (DiffLlama)."""
 
+    query_experts: QueryExperts | None = None
+    """Queries and outputs are those of experts, of which each token has some (JetMoE)."""
+
     keys_are_values: bool = False
     """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""
 
@@ -329,6 +334,8 @@ class AttentionSpec:
         """Its matrices. hidden: width of the residual stream."""
         if (latent := self.latent) is not None:
             return self._latent_projections(hidden, latent)
+        if (experts := self.query_experts) is not None:
+            return query_expert_projections(hidden, self.num_kv_heads, self.head_dim, experts.count)
         key = self.head_dim if self.difference is None else self.difference.key_dim
         *inputs, output = attention_projections(
             hidden,

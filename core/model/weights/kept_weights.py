@@ -28,13 +28,17 @@ from ..checkpoints.quantization.groups import (
 from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from ..moe.experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
 from ..moe.narrow_experts import kept_narrow, narrow_expert
+from ..moe.query_matrices import ListedQueries, QueryMatrices, stacked_queries
 from ..moe.stacked_experts import stacked_experts
 from ..specs.norms import NormSpec
 from .layer_weights import LayerWeights
 from .rounding_weight import RoundingWeight
-from .slots import EXPERTS, IMAGE_EXPERTS, Keep, Slot
+from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, Keep, Slot
 from .weight_plan import PACKED, Way, WeightPlan
 from .weights import Pack
+
+#: Converts a layer's experts after each of their matrices was packed.
+KeepExperts = Callable[[ListedExperts | ListedQueries], ExpertWeights | QueryMatrices]
 
 
 def matrix_pack(plan: WeightPlan, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
@@ -79,7 +83,7 @@ def moved(
     norm: NormSpec,
     device: torch.device,
     dtype: torch.dtype,
-    keep_experts: Callable[[ListedExperts], ExpertWeights],
+    keep_experts: KeepExperts,
 ) -> LayerWeights:
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that. own: its slots."""
     keeps = {slot.name: slot.keep for slot in own}
@@ -87,7 +91,7 @@ def moved(
     def kept(name: str, part: Any) -> Any:
         match keeps.get(name):
             case None:
-                return keep_experts(part) if name in (EXPERTS, IMAGE_EXPERTS) else part.to(device)
+                return keep_experts(part) if name in (EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS) else part.to(device)
             case Keep.FLOAT32:
                 return part.to(device)
             case Keep.NORM:
@@ -103,16 +107,27 @@ def moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype
     return weight.to(device) if norm.wide else weight.to(device, dtype)
 
 
+def _in_stacks(
+    experts: ListedExperts | ListedQueries, dtype: torch.dtype, device: torch.device
+) -> ExpertWeights | QueryMatrices:
+    stack = stacked_queries if isinstance(experts, ListedQueries) else stacked_experts
+    return stack(experts, dtype, device)  # type: ignore[arg-type]
+
+
+def _in_lists(experts: ListedExperts | ListedQueries, dtype: torch.dtype) -> ExpertWeights | QueryMatrices:
+    return experts if isinstance(experts, ListedQueries) else packed_experts(experts, dtype)
+
+
 def expert_packs(
     kernels: ExpertKernels, plan: WeightPlan, dtype: torch.dtype, device: torch.device
-) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
+) -> tuple[ExpertPack | None, KeepExperts]:
     """What packs each matrix of experts after it was read, and the function that then converts a layer's experts."""
     if kernels is ExpertKernels.TILES:
         narrow = partial(narrow_expert, dtype=dtype, device=device)
         is_narrow = plan.experts is Way.NARROW
         read = ExpertPack(dtype, lambda weight: weight, narrow, plan.reads_expert) if is_narrow else None
-        return read, partial(stacked_experts, dtype=dtype, device=device)
-    keep = partial(packed_experts, dtype=dtype)
+        return read, partial(_in_stacks, dtype=dtype, device=device)
+    keep = partial(_in_lists, dtype=dtype)
     if kernels is ExpertKernels.TORCH:
         return ExpertPack(dtype, pack), keep
     take = hugepages.Pieces().take

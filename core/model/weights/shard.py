@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig, UnsupportedModel
 
 
@@ -49,9 +50,16 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
             return f"{what.format(count)} is not divisible by it"
     if whole.recurrent is not None and (field := whole.recurrent.why_not(size)):
         return f"{field} is not divisible by it"
-    for kv_heads in dict.fromkeys(it.num_kv_heads for it in whole.attention_shapes):
-        if kv_heads % size and size % kv_heads:
-            return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
+    return next(filter(None, (_why_not_heads(size, it) for it in whole.attention_shapes)), None)
+
+
+def _why_not_heads(size: int, mixer: AttentionSpec) -> str | None:
+    """Likewise, of heads of keys and values, of which ranks may have copies, unless experts have queries for each."""
+    heads = mixer.num_kv_heads
+    if heads % size and size % heads:
+        return f"num_key_value_heads {heads} neither divides it nor is a multiple of it"
+    if heads % size and mixer.query_experts is not None:
+        return f"num_key_value_heads {heads}, for which experts have queries, is not divisible by it"
     return None
 
 

@@ -74,8 +74,8 @@ MATRICES = {
 MERGED_MATRICES = {int(group): name for group, name in MATRICES.items() if group not in SMALL_GROUPS}
 
 #: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
-#: `image_experts.…` of that of images' positions.
-RECURRENT, EXPERTS, IMAGE_EXPERTS = "recurrent", "experts", "image_experts"
+#: `image_experts.…` of that of images' positions, `query_experts.…` of experts of queries.
+RECURRENT, EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS = "recurrent", "experts", "image_experts", "query_experts"
 
 #: Norms that a layer may have around its parts, by where they stand.
 _NORMS = {
@@ -252,6 +252,8 @@ class _Layer:
         yield from self._matrices(Group.QUERY_UP, Group.KV_UP, Group.INDEX_UP)
         if spec.attention is not None:
             yield from _of_attention(spec.attention)
+            if spec.attention.query_experts is not None:
+                yield from self._of_queries(spec.attention, spec.attention.query_experts.count)
         yield from self._matrices(Group.SCAN_IN, Group.DECAY_UP, Group.OUTPUT_GATE_UP)
         yield from self._further()
         yield from self._beside()
@@ -393,6 +395,8 @@ class _Layer:
             if has_norms:
                 yield Slot("latent_norm", (SlotTensor("mlp.pre_expert_norm.weight", (latent.size,)),), Keep.NORM)
             yield from small("out_norm", "mlp.experts.post_expert_norm.weight", latent.size, has=has_norms)
+        if spec.has_sum_bias:
+            yield self._bias_of_sum("experts_bias", "mlp.bias")
         if spec.image_size:
             yield from self._of_images(spec)
 
@@ -408,6 +412,22 @@ class _Layer:
             yield Slot(f"{IMAGE_EXPERTS}.{name}", tensors, large, count=count)
         if spec.routing.corrected:
             yield Slot(f"{IMAGE_EXPERTS}.correction", (SlotTensor(IMAGE_CORRECTION, (count,)),), small)
+
+    def _of_queries(self, mixer: AttentionSpec, count: int) -> Iterator[Slot]:
+        """Of experts of queries and of outputs, which ranks share by heads of keys and values."""
+        size, heads, at = mixer.kv_size, mixer.num_kv_heads, "self_attn.experts"
+        rows = ((size, heads),)
+        queries = (SlotTensor(f"{at}.{each}.q_proj.weight", (size, self._hidden), rows) for each in range(count))
+        outputs = (
+            SlotTensor(f"{at}.{each}.o_proj.weight", (self._hidden, size), columns=heads) for each in range(count)
+        )
+        yield Slot(f"{QUERY_EXPERTS}.queries", tuple(queries), Keep.EXPERT, count=count)
+        yield Slot(f"{QUERY_EXPERTS}.outputs", tuple(outputs), Keep.EXPERT, count=count)
+        yield self._bias_of_sum("outputs_bias", f"{at}.bias")
+
+    def _bias_of_sum(self, name: str, path: str) -> Slot:
+        """The bias of a sum of experts' outputs."""
+        return Slot(name, (SlotTensor(path, (self._hidden,)),), Keep.PLAIN, first_rank=True)
 
     def _of_experts(self, name: str, group: Group, count: int, *, is_bias: bool = False) -> Slot:
         """A list of weights of all experts, or of their biases."""

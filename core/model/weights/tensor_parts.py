@@ -20,10 +20,10 @@ EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_hea
 LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
 _TEXT_PART = "language_model."
-_EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^((?:mlp|self_attn)\.experts\.)(\d+)\.(.+)$")
 
 _OUTPUTS = "down_proj"
-_MATRICES = ("gate_proj", "up_proj", _OUTPUTS)
+_MATRICES = ("gate_proj", "up_proj", _OUTPUTS, "q_proj", "o_proj")
 
 #: Of several streams, by number.
 STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
@@ -223,7 +223,7 @@ def _layer_source(
         begin, number, matrix = expert.groups()
         found = {each: shapes.get(f"{begin}{number}.{each}.weight") for each in _MATRICES}
         rows = {each: shape[0] for each, shape in found.items() if shape is not None}
-        return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
+        return _expert_source(tensors, at, int(number), f"{begin}{{}}.{matrix}", kind, rows=rows, names=names)
     own = _plain_source(tensors, at, part, names)
     fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
     transposed = part in tensors.transposed_parts or (tensors.inputs_first and len(shapes[part]) == 2)
@@ -255,15 +255,16 @@ def _expert_source(
     tensors: TensorNames,
     at: str,
     number: int,
-    matrix: str,
+    path: str,
     kind: str,
     rows: Mapping[str, int],
     names: Container[str],
 ) -> Source:
-    """Where a checkpoint has a matrix of an expert, or its bias. at: the beginning of names in the layer. rows: of each
-    matrix.
+    """Where a checkpoint has a matrix of an expert, or its bias. at: the beginning of names in the layer. path: of each
+    expert's, by number. rows: of each matrix.
     """
-    for name, order in tensors.stacked_experts.items():
+    matrix = path.rpartition(".")[2]
+    for name, order in (*tensors.stacked_experts.items(), *tensors.stacked_queries.items()):
         stored = at + name + (BIASES if kind == "bias" else "")
         if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
             continue
@@ -272,7 +273,6 @@ def _expert_source(
         if tensors.alternates:
             return Source(stored, place, number, len(order), transposed)
         return Source(stored, sum(rows[each] for each in order[:place]), number, transposed=transposed)
-    path = f"mlp.experts.{{}}.{matrix}"
     own, given = (f"{at}{each.format(number)}.{kind}" for each in (path, tensors.names.get(path, path)))
     return Source(_either(given, own, names))
 

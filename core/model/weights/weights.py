@@ -20,13 +20,14 @@ from ..checkpoints.quantization.groups import part_of, plain, stacked
 from ..checkpoints.quantization.round_to_nearest import RoundToNearest
 from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from ..moe.experts import ExpertPack, ListedExperts
+from ..moe.query_matrices import ListedQueries
 from ..specs.config import ModelConfig
 from ..specs.norms import NormSpec
 from ..specs.positions import sinusoids
 from .layer_weights import LayerWeights
 from .narrow_bytes import kept_bytes
 from .shard import WHOLE, Shard
-from .slots import EXPERTS, IMAGE_EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
+from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
 from .tensor_parts import (
     EMBED,
     EMBED_NORM,
@@ -225,6 +226,8 @@ class Weights(ABC):
             found[RECURRENT] = spec.recurrent.share(self._shard.size).weights(parts[RECURRENT])
         if EXPERTS in parts:
             found[EXPERTS] = ListedExperts(**parts[EXPERTS])
+        if QUERY_EXPERTS in parts:
+            found[QUERY_EXPERTS] = ListedQueries(**parts[QUERY_EXPERTS])
         if IMAGE_EXPERTS in parts:
             shared: dict[str, Any] = {
                 name: parts[EXPERTS].get(name) for name in ("shared_gate_up", "shared_down", "shared_gate")

@@ -80,5 +80,6 @@ ADAPTER_ROWS = [
     all_linear("step-3.7", "parts of a mixture of experts"),
     all_linear("ling-2.6", "parts of a mixture of experts"),
     all_linear("muse-spark", "parts of a mixture of experts"),
+    all_linear("jetmoe", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]

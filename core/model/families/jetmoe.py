@@ -1,0 +1,71 @@
+"""JetMoE: a mixture of attention heads, and one of feed-forward experts, each with a bias of its sum.
+
+Tests: tests/core/layers/test_query_experts.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
+from ..specs.query_experts import QueryExperts
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames
+from . import reading, rotary
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    fields = reading.renamed(fields, {"head_dim": "kv_channels"})
+    fields = fields.with_values({"hidden_act": fields.text("activation_function")})
+    experts = reading.experts(
+        fields, Routing(1, Scoring.SOFTMAX_OF_CHOSEN), size="intermediate_size", has_sum_bias=True
+    )
+    queries = QueryExperts(experts.count, experts.routing)
+    count = fields.integer("num_key_value_heads") * queries.per_token
+    heads = reading.heads(fields.with_values({"num_attention_heads": count}))
+    attention = AttentionSpec(
+        *heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim), query_experts=queries
+    )
+    layers = [LayerSpec(attention, experts)] * fields.integer("num_hidden_layers")
+    # transformers gives norms of layers no eps.
+    return reading.dense(fields, layers, NormSpec(1e-6), last_norm=reading.rms_norm(fields))
+
+
+JETMOE = Family(
+    "JetMoE",
+    ("JetMoeForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "activation_function": "silu",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    },
+    TensorNames(
+        names={
+            **LLAMA_NORMS,
+            "self_attn.query_router": "self_attention.experts.router.layer",
+            "self_attn.experts.bias": "self_attention.experts.bias",
+            "mlp.gate": "mlp.router.layer",
+        },
+        fused={"self_attention.kv_proj": ("self_attn.k_proj", "self_attn.v_proj")},
+        stacked_experts={
+            "mlp.input_linear.weight": ("gate_proj", "up_proj"),
+            "mlp.output_linear.weight": ("down_proj",),
+        },
+        stacked_queries={
+            "self_attention.experts.input_linear.weight": ("q_proj",),
+            "self_attention.experts.output_linear.weight": ("o_proj",),
+        },
+    ),
+    notes="adapters on attention's experts are refused; `num_attention_heads` has no effect",
+)
