@@ -42,7 +42,7 @@ def targets_of(
     for name, (layer, parts, rank_and_scale) in found.items():
         for module in parts:  # of several paths to a projection the first is the adapter's own
             targets.setdefault((layer, module), rank_and_scale)
-        if (path := name.partition(modules.name_in(layer, ""))[2]) in modules.given_slices:
+        if modules.given_slices and (path := name.partition(modules.name_in(layer, ""))[2]) in modules.given_slices:
             named[layer, parts[0]][path] = rank_and_scale
     factors = check_slices(config, named, slices, targets)
     targets |= _parameter_targets(config, stem, modules, targets)
