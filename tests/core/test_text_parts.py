@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.model.families import FAMILIES
 from chorus.core.model.families.hy_v4 import HY_V4
+from chorus.core.model.families.longcat import LONGCAT_FLASH
 from chorus.core.model.families.mimo import MIMO_V2_FLASH
 from chorus.core.model.families.nemotron_h import NEMOTRON_H
 from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -473,11 +474,14 @@ WITH_TALKERS = {"Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForCondition
 
 #: Of which transformers can't make a model here, for want of a package: see test_streams.py. PaliGemma is served with
 #: images alone: see media/test_seeing_families.py.
-ELSEWHERE = {"Gemma3nForConditionalGeneration", "PaliGemmaForConditionalGeneration"}
+ELSEWHERE = {
+    *("Gemma3nForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
+    *("Dots3NoteForCausalLM", "MiniMaxM3VLForCausalLM"),  # the text parts of others, in the table of paths
+}
 
 
 #: Families that leave out draft layers, and no tower.
-DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH, HY_V4)
+DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH, HY_V4, LONGCAT_FLASH)
 
 
 def test_every_architecture_is_covered():
