@@ -138,7 +138,7 @@ def one_by_one(
     config = json.loads((source / "adapter_config.json").read_text())
     del config["target_parameters"]
     each = {name: names.get(name, name) for name in ("gate_proj", "up_proj", "down_proj")}
-    config["target_modules"] = rf".*(self_attn\.q_proj|experts\.[0-9]+\.({'|'.join(each.values())}))"
+    config["target_modules"] = rf".*(self_attn\.(indexer\.)?q_proj|experts\.[0-9]+\.({'|'.join(each.values())}))"
     config["rank_pattern"] = {rf".*experts\.[0-9]+\.({each['gate_proj']}|{each['up_proj']})": 3}
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path
@@ -167,7 +167,7 @@ def together(source: Path, path: Path, names: dict[str, str], attention: str = "
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
     config = json.loads((source / "adapter_config.json").read_text())
-    config["target_modules"] = rf".*(attn\.q_proj|experts\.({'|'.join(map(names.get, LETTERS))}))"
+    config["target_modules"] = rf".*(attn\.(indexer\.)?q_proj|experts\.({'|'.join(map(names.get, LETTERS))}))"
     config["rank_pattern"] = {rf".*experts\.({names['gate_proj']}|{names['up_proj']})": 3}
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path

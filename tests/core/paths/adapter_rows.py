@@ -57,8 +57,10 @@ def experts(family: str) -> Subject:
 
 
 def of_family(name: str, family: str, make: Callable[[], Any], *fields: Any, **more: Any) -> Subject:
-    """A row that leaves out the comparisons which its family's row leaves out."""
-    return Subject(name, make, *fields, untold=FIELDS.get(family, {}).get("untold", {}), **more)
+    """A row that leaves out the comparisons which its family's row leaves out, and refuses what that refuses."""
+    own = FIELDS.get(family, {})
+    refused = {**own.get("refused", {}), **more.pop("refused", {})}
+    return Subject(name, make, *fields, untold=own.get("untold", {}), refused=refused, **more)
 
 
 ADAPTER_ROWS = [

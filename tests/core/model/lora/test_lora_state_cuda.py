@@ -199,7 +199,7 @@ class TestLayersOfTwoKinds:
 
     @pytest.fixture
     def state(self) -> CudaLoraState:
-        config = SimpleNamespace(projections=self.TABLE, num_layers=4, vocab_size=96, latent=None)
+        config = SimpleNamespace(projections=self.TABLE, num_layers=4, vocab_size=96, one_latent=None)
         return CudaLoraState(
             config, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT,
             StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512), max_stall=0.0,
