@@ -199,7 +199,7 @@ async def _write_config(upload: AdapterUpload, config: Any) -> None:
 
 
 async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | None, number: int) -> None:
-    """Copy a memory file, which its sender can't change any more, while it is loaded. Raises an ApiError."""
+    """Copy a memory file, which its sender can't change any more, before it is loaded. Raises an ApiError."""
     if descriptors is None:
         message = f"{WEIGHTS}: descriptors come only over the Unix socket of --unix-socket"
         raise ApiError(400, message, param=WEIGHTS, code="no_descriptor")

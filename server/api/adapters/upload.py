@@ -66,7 +66,7 @@ class AdapterUpload:
     async def copy_beside(self, name: str, source: FileIO) -> None:
         """Have a file be a copy of another one: see `StagedUpload.copy_beside`. Raises PoolFull."""
         copy = await self._wait_for(self._loads.on_uploads(self._draft.copy_beside, name, source))
-        self._loads.on_uploads(copy)
+        await self._wait_for(self._loads.on_uploads(copy))  # beside the load it took longer: see perf/notebook
 
     @property
     def source(self) -> LoadSource:
