@@ -219,7 +219,7 @@ def stats_of(engine: Any) -> EngineStats:
         num_waiting_for_images=0 if encoder is None else encoder.num_pending,
         num_encoded_images=0 if encoder is None else encoder.num_encoded,
         num_found_images=0 if encoder is None else encoder.num_found,
-        image_rows_bytes=0 if encoder is None else encoder.kept.num_bytes,
+        image_rows_bytes=0 if encoder is None else encoder.cache.num_bytes,
         num_timed_out_reads=reads.num_given_up,
         oldest_read_seconds=reads.oldest_seconds,
         num_async_steps=engine.async_steps.num_async if engine.async_steps else 0,

@@ -1,7 +1,7 @@
 """Encodes the images of waiting requests on a thread of its own.
 
 A request waits here for its own images alone; no step waits. Tenants take turns. The thread, and the threads of torch
-that it starts, run at a low priority. Rows for the next use of an image: see `KeptRows`.
+that it starts, run at a low priority. Rows for the next use of an image: see `RowCache`.
 
 Tests: tests/core/media/test_encoder.py, tests/core/media/test_served_images.py
 """
@@ -23,7 +23,7 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..requests.media import MediaItem
 from .apart import work_apart
 from .images import BadImage
-from .kept_rows import KeptRows, Rows, RowsKey
+from .row_cache import RowCache, Rows, RowsKey
 
 if TYPE_CHECKING:
     from ...memory.host.budget import HostBudget
@@ -79,7 +79,7 @@ class ImageEncoder:
         self._pending: dict[str, Request] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
-        self.kept = KeptRows(num_bytes, budget)
+        self.cache = RowCache(num_bytes, budget)
         self._lent: weakref.WeakValueDictionary[RowsKey, torch.Tensor] = weakref.WeakValueDictionary()
         self._lent_seconds: dict[RowsKey, float] = {}  # that encoding them took
         self._live: dict[int, int] = {}  # bytes of pixels, and of rows that requests hold, by the number of each
@@ -118,12 +118,12 @@ class ImageEncoder:
             self._changed.notify()
 
     def take(self) -> list[Encoded]:
-        """Requests whose images have been encoded since the last call. Their rows are kept for others, too."""
+        """Requests whose images have been encoded since the last call. Their rows enter the cache."""
         found = []
         while self._done:
             one = self._done.popleft()
             for key, rows in one.used:
-                self.kept.note_use(key, rows)
+                self.cache.note_use(key, rows)
             if self._pending.pop(one.request.id, None) is one.request:
                 found.append(one)
         return found
@@ -245,9 +245,9 @@ class ImageEncoder:
         return Rows(rows.clone(), seconds)
 
     def _found(self, key: RowsKey) -> Rows | None:
-        """Rows that are kept, or that requests hold."""
-        if (kept := self.kept.find(key)) is not None or (lent := self._lent.get(key)) is None:
-            return kept
+        """Rows that are cached, or that requests hold."""
+        if (cached := self.cache.find(key)) is not None or (lent := self._lent.get(key)) is None:
+            return cached
         return Rows(lent.view_as(lent), self._lent_seconds[key])
 
     def _lend(self, key: RowsKey, rows: Rows) -> torch.Tensor:

@@ -32,8 +32,9 @@ from .moe.experts import ExpertKernels
 from .moe.stacked_experts import StackedExperts
 from .nvtx_spans import span
 from .paged_states import PagedStates
-from .program.builder import Kept, layer_program
+from .program.builder import Kept
 from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers, logits_dtype
+from .program.layer_program import layer_program
 from .program.ops import INPUTS, STREAM, Gemm, Moe
 from .program.torch_ops import Runs, Weight, kind_of, multiply, run_ops
 from .program.torch_other_ops import kind_of_experts

@@ -1,5 +1,5 @@
-"""LongCat-Flash: under each number two layers of latent attention and a dense part, and a mixture of experts beside the
-first, which is added behind the second. Some experts give their input back.
+"""LongCat-Flash. A checkpoint's layer is two layers here, each of latent attention and a dense part. The first also has
+a mixture of experts, whose output is added after the second. Some experts return their input.
 
 Tests: tests/core/layers/test_late_mixtures.py, tests/core/test_families.py
 """

@@ -148,7 +148,7 @@ def _has_experts(fields: ConfigJson) -> list[bool]:
 
 
 def _bounds(fields: ConfigJson, name: str) -> list[Activation | BoundedSwiglu]:
-    """The activation of each layer, by a list of bounds, of which 0 and null are none."""
+    """The activation of each layer, by its bound; 0 and null mean that there is none."""
     given, count = fields.raw.get(name) or [], fields.integer("num_hidden_layers")
     if not isinstance(given, list) or not all(each is None or _is_bound(each) for each in given):
         raise fields.refuse(name, "a list of numbers of at least 0 is needed, or null for layers without a bound")

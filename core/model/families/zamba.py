@@ -1,8 +1,8 @@
 """Zamba and Zamba 2: layers of Mamba, some behind a block whose weights they share: attention and a feed-forward part.
 
-A block reads the residual stream next to the embeddings, and what it gives is added to the input of the layer's mixer
-alone: see `SharedBlock`. transformers has the small matrices that each layer adds to its block's as lists in the block,
-by the layer's number among those with a block.
+A block reads the residual stream and the embeddings, side by side. Its output is added to what the layer's mixer reads,
+not to the residual stream: see `SharedBlock`. transformers lists the small matrices that each layer adds to its block's
+in the block, by the layer's number among those with a block.
 
 Tests: tests/core/layers/test_shared_blocks.py, tests/core/paths
 """

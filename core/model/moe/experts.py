@@ -251,7 +251,7 @@ def _gating(activation: ExpertActivation) -> NativeGating | None:
 
 
 def what_native_lacks(spec: Experts) -> str | None:
-    """What a mixture has that the native library does not compute; None: it computes all of it."""
+    """What the native library lacks for a mixture; None if it computes it."""
     if spec.sees:
         return "mixture with experts of images"
     if spec.latent is not None:
@@ -260,7 +260,7 @@ def what_native_lacks(spec: Experts) -> str | None:
 
 
 def _what_kernels_lack(spec: Experts) -> str | None:
-    """What the kernels of mixtures do not compute; None: they compute all of it."""
+    """Why the native kernels can't compute a mixture; None if they can."""
     if spec.routing.logits_factor != 1:
         return "factor of a router's logits"
     if spec.routing.groups > 1 and spec.routing.other_score == 0:

@@ -46,10 +46,10 @@ class ListedQueries(QueryMatrices):
     """Expert after expert, for a CPU."""
 
     queries: list[Matrix]
-    """Of each expert `[queries, hidden]`."""
+    """Each expert's query projection, `[queries, hidden]`."""
 
     outputs: list[Matrix]
-    """Of each expert `[hidden, queries]`."""
+    """Each expert's output projection, `[hidden, queries]`."""
 
     def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
         return choose(logits, routing)

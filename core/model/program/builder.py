@@ -12,59 +12,47 @@ from typing import NamedTuple
 from ....memory.pages.projections import NORM_GATES, Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate
 from ..specs.feed_forward import Experts, GatedSpec, LatentExperts, UngatedActivation
-from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.indexer import IndexerSpec
-from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
+from ..specs.layers import LayerSpec, MixerBeside
 from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.query_experts import QueryExperts
 from ..specs.recurrent import RecurrentSpec
-from ..specs.shared_block import SharedBlock
-from ..weights.slots import CONNECTIONS, MATRICES, norms_of
-from .hyper_ops import ConnectStreams, GiveToStreams, SumStreams
+from ..weights.slots import MATRICES, norms_of
+from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
 from .muse_ops import AddGated, NormHeads, NormScaled
 from .ops import (
     CHOSEN,
-    EMBEDDED,
     LATE,
     STREAM,
     Activate,
     Add,
     AddMedia,
-    AddToOthers,
     AllReduce,
     Attend,
     Begin,
-    Choose,
-    ChooseBlocks,
     Clip,
     Concat,
-    CorrectStreams,
     End,
     GateOutput,
     Gemm,
     GrowHeads,
     Heads,
-    Index,
-    IndexBlocks,
     LatentAttend,
     Latents,
     Mix,
     Moe,
     Norm,
     Op,
-    PredictStreams,
     Read,
     Replace,
     ResizeHeads,
     Scale,
     SharedExpert,
     SparseGates,
-    StreamFactors,
     SubtractHeads,
     Sum,
     TakeGates,
     TakeInput,
-    TakeStream,
     View,
 )
 from .query_ops import OutputsOfExperts, QueriesOfExperts
@@ -90,7 +78,7 @@ class LayerProgram:
 
     before: tuple[Op, ...]
     mixers: tuple[Op, ...]
-    """Those of `CUTS`."""
+    """Those with `Op.IS_CUT`."""
 
     after: tuple[Op, ...]
     reads: tuple[Kept, ...] = ()
@@ -113,24 +101,7 @@ class LayerProgram:
         return (self,) if self.earlier is None else (self.earlier, self)
 
 
-def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
-    """The program of a layer with norms of this kind. spec: of a TP rank's share."""
-    builder = _Builder(spec, norm)
-    match spec.block or spec.streams:
-        case SharedBlock() as block:
-            builder = _BlockBuilder(spec, norm, block)
-        case StreamsSpec() as streams:
-            builder = _StreamBuilder(spec, norm, streams)
-        case HyperConnectionSpec() as streams:
-            builder = _HyperBuilder(spec, norm, streams)
-        case None:
-            pass
-    builder.build()
-    before, mixers, after = map(tuple, builder.parts)
-    return LayerProgram(before, mixers, after, tuple(builder.reads), tuple(builder.mixed), builder.earlier)
-
-
-class _Builder:
+class LayerBuilder:
     """Appends the ops of a layer whose residual is one stream."""
 
     def __init__(self, spec: LayerSpec, norm: NormSpec) -> None:
@@ -469,7 +440,7 @@ class _Builder:
             self._put(Sum(out, "sh", out))
 
     def _own_parts(self, rows: str) -> str:
-        """The feed-forward part, and a mixture beside it, which may be added later."""
+        """The feed-forward part and the mixture beside it, whose output may be added by the next layer."""
         if (beside := self.spec.beside) is None:
             return self._feed_forward(rows)
         if not self.spec.is_late:
@@ -508,148 +479,3 @@ def _index(index: IndexerSpec, behind: int, rows: Read) -> Index:
     key, factors = View("in", behind, -index.heads), View("in", -index.heads)
     pooled = (rows, "index_gates") if index.pool else (None, None)
     return Index(queries, key, factors, "iq", "iw", index, "index_norm", *pooled)
-
-
-class _HyperBuilder(_Builder):
-    """Appends the ops of a layer whose parts take of several streams, and give to them: see `HyperConnectionSpec`.
-
-    The streams, and the numbers by which the mixer gives to them, live across it.
-    """
-
-    def __init__(self, spec: LayerSpec, norm: NormSpec, hyper: HyperConnectionSpec) -> None:
-        super().__init__(spec, norm)
-        self._hyper = hyper
-        self._mix = "mix" if hyper.rounds else None
-
-    def build(self) -> None:
-        """See `_Builder.build`."""
-        mixer, count = self.spec.mixer, self._hyper.count
-        assert mixer is not None, "layers of several streams have a mixer"
-        self._inputs(mixer, self._normed(self._taken("attn_hc"), "attention_norm"))
-        self.reads.append(Kept("give", (count,), is_wide=True))
-        if self._mix is not None:
-            self.reads.append(Kept(self._mix, (count**2,), is_wide=True))
-        self._given(self._output(self._mixed(mixer), "attention_out_norm"))
-        self._ops.append(Begin("mlp"))
-        rows = self._normed(self._taken("ffn_hc"), "mlp_norm")
-        y = self._output(self._feed_forward(rows), "mlp_out_norm")
-        self._ops.append(End())
-        self._given(y)
-
-    def _taken(self, part: str) -> str:
-        """What a part takes of the streams."""
-        self._put(ConnectStreams(self._hyper, *CONNECTIONS[part], take="take", give="give", mix=self._mix))
-        return self._put(SumStreams("p", "take"))
-
-    def _given(self, y: str) -> None:
-        self._put(GiveToStreams(y, "give", self._mix))
-
-
-class _StreamBuilder(_Builder):
-    """Appends the ops of a layer whose residual is several streams (AltUp, Gemma 3n).
-
-    All streams are predicted from all, by factors that are made of the active one. The layer's parts take and give the
-    active one, and by what they changed of it, all are corrected:
-
-        s += prediction(s_active) · s
-        o = (p + norm(mixer(n)) + n + norm(up(down(n)))) / √2, with p = s_active and n = norm(p)
-        o += norm(feed_forward(norm(o)))
-        s += (1 + correction(o)) ⊗ (o - p)
-
-    The further input then adds to all streams but the first. p and n are made again behind the mixer, so that only the
-    streams live across it.
-    """
-
-    def __init__(self, spec: LayerSpec, norm: NormSpec, streams: StreamsSpec) -> None:
-        super().__init__(spec, norm)
-        self._streams = streams
-
-    def build(self) -> None:
-        """See `_Builder.build`."""
-        mixer, active = self.spec.mixer, self._streams.active
-        assert mixer is not None, "layers of several streams have a mixer"
-        self._put(TakeStream("p", active))
-        self._put(StreamFactors("p", "c", "stream_prediction", self.norm))
-        self._put(PredictStreams("c"))
-        self._put(TakeStream("p", active))
-        self._inputs(mixer, self._normed("p", "attention_norm"))
-        y = self._mixed(mixer)
-        self._put(TakeStream("p", active))
-        self._put(Sum("p", self._output(y, "attention_out_norm"), "o"))
-        self._low_rank()
-        y = self._output(self._feed_forward(self._normed("o", "mlp_norm")), "mlp_out_norm")
-        self._put(Add("o", y))
-        self._put(StreamFactors("o", "c", "stream_correction", self.norm))
-        self._put(CorrectStreams("c", "o", "p"))
-        self._put(TakeStream("p", active))
-        if self._streams.scaled:
-            self._put(Scale("p", "p", weight="stream_scale"))
-        self._put(AddToOthers(self._further("p")))
-
-    def _low_rank(self) -> None:
-        """Add what is added beside attention; see `StreamsSpec.rank`."""
-        self._put(Norm("p", "n", "attention_norm", self.norm))
-        self._gemm(Group.LOW_RANK_DOWN, "n", "l")
-        self._gemm(Group.LOW_RANK_UP, "l", "l")
-        self._put(Norm("l", "l", "low_rank_norm", self.norm))
-        self._put(Sum("n", "l", "l"))
-        self._put(Add("o", "l"))
-        self._put(Scale("o", "o", 2**-0.5, in_place=True))
-
-
-class _BlockBuilder(_Builder):
-    """Appends the ops of a layer with a block before its mixer: see `SharedBlock`.
-
-    Attention and the mixer are apart, so the program has two parts.
-    """
-
-    def __init__(self, spec: LayerSpec, norm: NormSpec, block: SharedBlock) -> None:
-        super().__init__(spec, norm)
-        self._block = block
-
-    def build(self) -> None:
-        """See `_Builder.build`."""
-        attention, mixer = self.spec.attention, self._block.mixer
-        assert attention is not None, "a block has attention"
-        both = self._put(Concat((STREAM, EMBEDDED), "xe"))
-        rows = self._put(Norm(both, "n", "block_norm", self.norm))
-        self._gemm(Group.MIXER_IN, rows, "in")
-        if self._block.heads_rank:
-            self._heads_of_place(rows, self._block.heads_rank)
-        self._queries(attention)
-        attended = Kept("a", (attention.num_heads, attention.attended_dim))
-        self.earlier = LayerProgram(
-            tuple(self.parts[0]), (Attend("q", attended.name, attention),), (), tuple(self.reads), (attended,)
-        )
-        self.parts = [], [], []
-        self._ops = self.parts[0]
-        self._gemm(Group.MIXER_OUT, attended.name, "y")
-        self._put(AllReduce("y"))
-        self._ops.append(Begin("mlp"))
-        y = self._feed_forward(self._normed("y", "mlp_norm"))
-        self._ops.append(End())
-        self._put(Sum(STREAM, self._gemm(Group.PLACE_OUT, y, "t"), "xt"))
-        self._gemm(Group.BESIDE_IN, self._put(Norm("xt", "n", "second_norm", self.norm)), "r")
-        self.reads = [Kept("r", (mixer.in_size,))]
-        self.parts[1].append(Mix("r", "m", mixer))
-        self.mixed = [Kept("m", (mixer.out_size,))]
-        self._ops = self.parts[2]
-        self._gemm(Group.BESIDE_OUT, "m", "z")
-        self._add(self._put(AllReduce("z")))
-
-    def _heads_of_place(self, rows: str, rank: int) -> None:
-        """Add the layer's own pairs of small matrices to queries, keys and values."""
-        low = self._gemm(Group.PLACE_HEADS_DOWN, rows, "low")
-        ups = ((Group.PLACE_QUERY_UP, "qu"), (Group.PLACE_KEY_UP, "ku"), (Group.PLACE_VALUE_UP, "vu"))
-        parts = tuple(
-            self._gemm(group, View(low, at * rank, (at + 1) * rank, copied=True), out)
-            for at, (group, out) in enumerate(ups)
-        )
-        self._put(Sum("in", self._put(Concat(parts, "low")), "in"))
-
-    def _gate_up(self, rows: str) -> None:
-        super()._gate_up(rows)
-        if not self._block.mlp_rank:
-            return
-        low = self._gemm(Group.PLACE_MLP_DOWN, rows, "low")
-        self._put(Sum("gu", self._gemm(Group.PLACE_MLP_UP, low, "gl"), "gu"))

@@ -26,7 +26,7 @@ from ..specs.feed_forward import UngatedActivation
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
-from .builder import layer_program
+from .layer_program import layer_program
 from .native_attention import attend_arguments, latent_arguments
 from .native_binding import Late, LayerBinding, filled, weight_of
 from .native_buffers import Buffers, NoNativeOp, columns_of, reads_rounded

@@ -14,7 +14,6 @@ from typing import ClassVar
 from ....memory.pages.projections import Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec
 from ..specs.feed_forward import Experts, GatedActivation, UngatedActivation
-from ..specs.indexer import BlockIndexerSpec, IndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
 
@@ -73,6 +72,9 @@ class Op:
 
     SLOTS: ClassVar[tuple[str, ...]] = ()
     """Its fields that are weights, by their names in a layer's."""
+
+    IS_CUT: ClassVar[bool] = False
+    """True if it reads what is different in every step: steps with prompts are captured between such ops."""
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -177,87 +179,12 @@ class Latents(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Index(Op):
-    """Rotate an indexer's queries; normalise and rotate the key that its heads share, and write it to its page.
-
-    x: queries `[tokens, heads · key]`; key: `[tokens, key]`; factors: of heads `[tokens, heads]`, which are copied.
-    rows: the layer's input, of which gates are made that are kept next to keys: see `IndexerSpec.pool`.
-    """
-
-    READS = ("x", "key", "factors", "rows")
-    WRITES = ("q", "weights")
-    SLOTS = ("norm", "gates")
-
-    x: Read
-    key: Read
-    factors: Read
-    q: str
-    weights: str
-    indexer: IndexerSpec
-    norm: str = "index_norm"
-    rows: Read | None = None
-    gates: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Choose(Op):
-    """The places of the tokens that an indexer gives the highest scores, `[tokens, top_k]`, for each query."""
-
-    READS = ("q", "weights")
-    WRITES = ("out",)
-    SLOTS = ("biases",)
-
-    q: str
-    weights: str
-    out: str
-    attention: AttentionSpec
-
-    biases: str | None = None
-    """Of places in pools: see `IndexerSpec.pool`."""
-
-
-@dataclass(frozen=True, slots=True)
-class IndexBlocks(Op):
-    """Normalise and rotate a block indexer's queries, and the key of all its heads, and write that to its page.
-
-    x: queries `[tokens, heads · key]`; key: `[tokens, key]`.
-    """
-
-    READS = ("x", "key")
-    WRITES = ("q",)
-    SLOTS = ("q_norm", "k_norm")
-
-    x: Read
-    key: Read
-    q: str
-    attention: AttentionSpec
-    indexer: BlockIndexerSpec
-    norm: NormSpec
-    q_norm: str = "index_q_norm"
-    k_norm: str = "index_k_norm"
-
-
-@dataclass(frozen=True, slots=True)
-class ChooseBlocks(Op):
-    """The blocks that a block indexer gives the highest scores, `[tokens, heads, top]`, for the queries of each
-    head of keys and values.
-    """
-
-    READS = ("q",)
-    WRITES = ("out",)
-
-    q: str
-    out: str
-    attention: AttentionSpec
-    indexer: BlockIndexerSpec
-
-
-@dataclass(frozen=True, slots=True)
 class Attend(Op):
     """Attention of q over the pages: `[tokens, heads · head_dim]`."""
 
     READS = ("q", "chosen")
     WRITES = ("out",)
+    IS_CUT = True
     SLOTS = ("sinks", "slopes")
 
     q: str
@@ -275,6 +202,7 @@ class LatentAttend(Op):
 
     READS = ("q", "chosen")
     WRITES = ("out",)
+    IS_CUT = True
     SLOTS = ("kv_up", "sinks")
 
     q: str
@@ -383,6 +311,7 @@ class Mix(Op):
 
     READS = ("x",)
     WRITES = ("out",)
+    IS_CUT = True
     SLOTS = ("weights",)
 
     x: Read
@@ -561,69 +490,6 @@ class TakeInput(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStream(Op):
-    """`out = s[:, active]`, a copy."""
-
-    READS = ("streams",)
-    WRITES = ("out",)
-
-    out: str
-    active: int
-    streams: str = STREAMS
-
-
-@dataclass(frozen=True, slots=True)
-class StreamFactors(Op):
-    """Products of the numbers that a stream's rows x are routed to, with a matrix of the layer."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    SLOTS = ("router_norm", "router", "weight")
-
-    x: str
-    out: str
-    weight: str
-    norm: NormSpec
-    router: str = "stream_router"
-    router_norm: str = "stream_router_norm"
-
-
-@dataclass(frozen=True, slots=True)
-class PredictStreams(Op):
-    """`s += factors · s`: every stream takes of each."""
-
-    READS = ("factors", "streams")
-    WRITES = ("streams",)
-
-    factors: str
-    streams: str = STREAMS
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectStreams(Op):
-    """`s += (1 + factors) ⊗ (x - before)`: every stream takes of the active one's change."""
-
-    READS = ("factors", "x", "before", "streams")
-    WRITES = ("streams",)
-
-    factors: str
-    x: str
-    before: str
-    streams: str = STREAMS
-
-
-@dataclass(frozen=True, slots=True)
-class AddToOthers(Op):
-    """`s[:, 1:] += y`."""
-
-    READS = ("y", "streams")
-    WRITES = ("streams",)
-
-    y: str
-    streams: str = STREAMS
-
-
-@dataclass(frozen=True, slots=True)
 class Begin(Op):
     """Ops up to the next `End` are a span of this name in profiles."""
 
@@ -633,7 +499,3 @@ class Begin(Op):
 @dataclass(frozen=True, slots=True)
 class End(Op):
     """See `Begin`."""
-
-
-#: Ops between which a step with prompts is captured: they read what is different in every step.
-CUTS = (Attend, Choose, ChooseBlocks, LatentAttend, Mix)

@@ -14,33 +14,28 @@ from ..specs.config import ModelConfig
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
-from .builder import LayerProgram, layer_program
+from .builder import LayerProgram
 from .end_text import connections, end_detail
 from .ends import end_programs
 from .hyper_ops import ConnectStreams, GiveToStreams
+from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
+from .layer_program import layer_program
 from .ops import (
     Activate,
     Add,
     AddMedia,
-    AddToOthers,
     Attend,
     Begin,
-    Choose,
-    ChooseBlocks,
     Clip,
-    CorrectStreams,
     End,
     Gemm,
     Heads,
-    Index,
-    IndexBlocks,
     LatentAttend,
     Latents,
     Mix,
     Moe,
     Norm,
     Op,
-    PredictStreams,
     Replace,
     ResizeHeads,
     Scale,
@@ -49,6 +44,7 @@ from .ops import (
     TakeGates,
 )
 from .query_ops import OutputsOfExperts, QueriesOfExperts
+from .stream_ops import AddToOthers, CorrectStreams, PredictStreams
 
 
 def program_lines(config: ModelConfig) -> list[str]:

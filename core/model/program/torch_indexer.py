@@ -14,7 +14,7 @@ from ....ops.elementwise.elementwise import Rotation, layer_norm, rotate
 from ..nvtx_spans import span
 from ..specs.indexer import IndexerSpec
 from .builder import Kept
-from .ops import Choose, ChooseBlocks, Index, IndexBlocks
+from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
 from .torch_step import OpContext, Run, Step, reader
 
 

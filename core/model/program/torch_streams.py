@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch.nn.functional import linear
 
 from ....ops.elementwise.elementwise import rms_norm
-from .ops import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
+from .stream_ops import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
 from .torch_step import OpContext, Run, Step
 
 

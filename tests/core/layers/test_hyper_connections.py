@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.program.builder import Kept, layer_program
+from chorus.core.model.program.builder import Kept
 from chorus.core.model.program.hyper_ops import ConnectStreams, GiveToStreams, SumStreams
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_bind import bind

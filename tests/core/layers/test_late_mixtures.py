@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.program.builder import layer_program
 from chorus.core.model.program.ends import lasting_buffers
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import LATE, Add, Moe
 from chorus.core.model.program.text import program_lines

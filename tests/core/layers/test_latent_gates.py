@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from chorus.core.model.moe.experts import choose
-from chorus.core.model.program.builder import layer_program
+from chorus.core.model.program.indexer_ops import Index
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import GateOutput, Gemm, Index, TakeGates
+from chorus.core.model.program.ops import GateOutput, Gemm, TakeGates
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_bind import bind
 from chorus.core.model.program.torch_step import Step, batch_of_parts

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from chorus.core.model.program.builder import layer_program
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import Latents, Norm, TakeGates
 from chorus.core.model.program.text import program_lines

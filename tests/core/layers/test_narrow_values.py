@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.model.program.builder import layer_program
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import ResizeHeads
 from chorus.core.model.program.torch_bind import bind
 from chorus.core.model.program.torch_step import Step, batch_of_parts

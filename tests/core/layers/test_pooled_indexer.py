@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from chorus.core.model.config_json import ConfigJson
 from chorus.core.model.families.glm_next import GLM_5_NEXT_TEXT
-from chorus.core.model.program.builder import Kept, layer_program
+from chorus.core.model.program.builder import Kept
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chorus.core.model.moe.query_matrices import ListedQueries
-from chorus.core.model.program.builder import layer_program
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.query_ops import OutputsOfExperts, QueriesOfExperts
 from chorus.core.model.program.text import program_lines

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from chorus.core.model.program.builder import layer_program
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.program.ops import Attend, Mix
 from chorus.core.model.read_config import read_model_config

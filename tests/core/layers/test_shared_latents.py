@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
-from chorus.core.model.program.builder import layer_program
+from chorus.core.model.program.indexer_ops import Index
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import GrowHeads, Index, Latents
+from chorus.core.model.program.ops import GrowHeads, Latents
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_bind import bind
 from chorus.core.model.program.torch_step import OpContext, Step, batch_of_parts

@@ -190,11 +190,11 @@ def test_rows_of_a_request_are_found_although_they_are_not_kept(driven: Make) ->
     first, second = it.wait(2)
     assert first.request.media_rows[0] is second.request.media_rows[0]
     assert (it.encoder.num_encoded, it.encoder.num_found) == (1, 1)
-    assert it.encoder.kept.num_bytes == 0
+    assert it.encoder.cache.num_bytes == 0
     it.budget.capacity_bytes = 64
     it.encoder.submit(request("3", "a"))
     (third,) = it.wait(1)
-    assert it.encoder.num_encoded == 1 and it.encoder.kept.num_bytes == 32, "they are kept once there is room"
+    assert it.encoder.num_encoded == 1 and it.encoder.cache.num_bytes == 32, "they are kept once there is room"
     for one in (first, second, third):
         one.request.media_rows.clear()
     del first, second, third, one
@@ -209,7 +209,7 @@ def test_an_image_that_fails_leaves_those_before_it(driven: Make) -> None:
     it.maker.may_go.set()
     it.encoder.submit(request("1", "x", "bad"))
     (failed,) = it.wait(1)
-    assert failed.error and it.encoder.kept.num_bytes == 32
+    assert failed.error and it.encoder.cache.num_bytes == 32
     it.encoder.submit(request("2", "x"))
     (done,) = it.wait(1)
     assert done.error is None and it.maker.encoded == ["x"]

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from chorus.core.model.program.builder import LayerProgram, layer_program
+from chorus.core.model.program.builder import LayerProgram
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import (
     CHOSEN,
-    CUTS,
     EMBEDDED,
     INPUTS,
     LATE,
@@ -76,8 +76,8 @@ def test_what_lives_across_the_mixers_is_kept(family):
             rewritten |= set(op.writes)
         assert {kept.name for kept in program.reads} == behind & writes_of(program.before)
         assert {kept.name for kept in program.mixed} == writes_of(program.mixers)
-        assert all(isinstance(op, CUTS) for op in program.mixers)
-        assert not any(isinstance(op, CUTS) for op in (*program.before, *program.after))
+        assert all(op.IS_CUT for op in program.mixers)
+        assert not any(op.IS_CUT for op in (*program.before, *program.after))
 
 
 @every_family

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from chorus.core.model.program.builder import layer_program
 from chorus.core.model.program.end_ops import EmbedMedia, Rows, Select
 from chorus.core.model.program.ends import LOGITS, STATES, end_programs, lasting_buffers
+from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import CHOSEN, LATE, STREAM, Add, Norm, name_of
 from chorus.core.model.program.peepholes import fused, fused_layers
 from chorus.core.model.read_config import read_model_config

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from chorus.core.media.kept_rows import KeptRows, Rows, RowsKey
+from chorus.core.media.row_cache import RowCache, Rows, RowsKey
 from chorus.memory.host.budget import HostBudget
 
 
@@ -40,7 +40,7 @@ class Others:
 
 def test_the_least_recently_used_rows_leave_for_others() -> None:
     budget = HostBudget(1 << 20)
-    kept = KeptRows(64, budget)
+    kept = RowCache(64, budget)
     first = rows()
     kept.note_use(key("a"), first)
     kept.note_use(key("b"), rows(seconds=9.0))
@@ -55,14 +55,14 @@ def test_the_least_recently_used_rows_leave_for_others() -> None:
 def test_rows_compete_with_other_items_by_seconds_for_a_byte() -> None:
     budget = HostBudget(128)
     cheap = Others(budget, 4, 32, cost=0.001)
-    kept = KeptRows(1 << 20, budget)
+    kept = RowCache(1 << 20, budget)
     kept.note_use(key("a"), rows(seconds=1.0))
     assert kept.num_bytes == 32 and cheap.num_bytes == 96
     budget.make_room(96)
     assert kept.num_bytes == 32 and cheap.num_bytes == 0
     budget = HostBudget(128)
     dear = Others(budget, 4, 32, cost=9.0)
-    kept = KeptRows(1 << 20, budget)
+    kept = RowCache(1 << 20, budget)
     kept.note_use(key("a"), rows(seconds=1.0))
     assert kept.num_bytes == 0 and dear.num_bytes == 128
 
@@ -70,7 +70,7 @@ def test_rows_compete_with_other_items_by_seconds_for_a_byte() -> None:
 def test_a_flood_of_rows_leaves_others_most_of_the_memory() -> None:
     budget = HostBudget(1024)
     adapters = Others(budget, 16, 64, cost=0.001)
-    kept = KeptRows(128, budget)
+    kept = RowCache(128, budget)
     for number in range(100):
         kept.note_use(key(f"{number}"), rows(seconds=1.0))
     assert kept.num_bytes == 128 and adapters.num_bytes == 1024 - 128
@@ -78,7 +78,7 @@ def test_a_flood_of_rows_leaves_others_most_of_the_memory() -> None:
 
 def test_used_rows_outlive_others() -> None:
     budget = HostBudget(64)
-    kept = KeptRows(1 << 20, budget)
+    kept = RowCache(1 << 20, budget)
     used = rows()
     kept.note_use(key("used"), used)
     kept.note_use(key("once"), rows(seconds=1.0))
@@ -90,7 +90,7 @@ def test_used_rows_outlive_others() -> None:
 
 def test_rows_that_were_not_kept_are_kept_once_there_is_room() -> None:
     budget = HostBudget(64)
-    kept, full = KeptRows(64, budget), Others(budget, 1, 64, cost=99.0)
+    kept, full = RowCache(64, budget), Others(budget, 1, 64, cost=99.0)
     kept.note_use(key("a"), rows())
     assert kept.num_bytes == 0 and kept.find(key("a")) is None
     budget.make_room(64)
