@@ -26,11 +26,6 @@ SHARED_MEMORY = "/dev/shm"
 _LOOK_ONLY = getattr(os, "O_PATH", 0)  # opening a device for reading may already have effects
 
 
-def is_shared_memory(path: Path) -> bool:
-    """True if a directory is in shared memory, where links to files are not followed."""
-    return _is_below(os.path.realpath(path), SHARED_MEMORY)
-
-
 class AdapterDirectory:
     """An opened directory. Its files may be links, as in Hugging Face's caches, except in shared memory.
 
