@@ -1,4 +1,4 @@
-"""The price of company on servers: decoding of mixed adapters over decoding of the base model, beside other servers.
+"""The price of company on servers: tokens of mixed adapters over tokens of the base model, beside other servers.
 
 `python -m chorus.perf.bench.company_beside --beside vllm=ENV/bin/vllm`: each server has eight adapters of ranks 8 to 64
 and gets requests for them in rotation, or for the base model alone, all at once. Servers take turns; one is suspended
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.callback(servers[peer].signal, suspend=False)  # it must be able to end
             servers[peer].signal(suspend=True)
         rows = [row for number in args.sequences for row in _measured(context, load, servers, number, args)]
-    table = Table("decoding", ["sequences", "server", "base, tokens/s", "8 adapters, tokens/s", "base / adapters"])
+    table = Table("answers", ["sequences", "server", "base, tokens/s", "8 adapters, tokens/s", "base / adapters"])
     for row in rows:
         table.add(row["sequences"], row["server"], row["base"], row["mixed"], row["ratio"])
     table.show()
@@ -88,7 +88,7 @@ def _measured(
     def seconds(served: Served, chosen: Sequence[int | None]) -> float:
         """Of a token of all sequences."""
         rates, _ = peers.measure(context, load, served, chosen=chosen, seed=f"{next(turns)}", size=size)
-        return 1 / rates["decode_rate"]
+        return 1 / rates["rate"]  # who serves adapters one after another has decoded most before the last prefill
 
     cases: dict[str, Sequence[int | None]] = {"base": [None], "mixed": range(len(load.files))}
     work: dict[str, Callable[[], float]] = {
@@ -98,7 +98,7 @@ def _measured(
     }
     in_turns(work, 1)
     found = in_turns(work, args.rounds)
-    return [
+    rows = [
         {
             "sequences": sequences,
             "server": name,
@@ -107,6 +107,9 @@ def _measured(
         }
         for name in servers
     ]
+    for row in rows:
+        say(f"{row['server']}: {row['ratio']:.2f}")
+    return rows
 
 
 if __name__ == "__main__":

@@ -73,6 +73,20 @@ def _invocations(found: Values) -> list[str]:
     ]
 
 
+def _company_beside(found: Values) -> list[str]:
+    by_server: dict[str, list[Values]] = {}
+    for row in found["rows"]:
+        by_server.setdefault(row["server"], []).append(row)
+    cells = [
+        "; ".join(
+            f"{server}: " + ", ".join(f"{row['sequences']}: {row[field]:{digits}}" for row in rows)
+            for server, rows in by_server.items()
+        )
+        for field, digits in (("ratio", ".2f"), ("mixed", ".0f"))
+    ]
+    return [found["model_size"], *cells]
+
+
 def _company(found: Values) -> list[str]:
     kinds = [f" on {row['adapters']}" if row.get("adapters", "all") != "all" else "" for row in found["rows"]]
     rows = zip(found["rows"], kinds, strict=True)
@@ -163,6 +177,11 @@ COMMANDS = {
         "python -m chorus.perf.bench --device cpu --model-size 125m --sections prefixes",
         ["prompts, tokens", "computed, ms", "first token from host memory / computed", "from files / computed"],
         _prefixes,
+    ),
+    "company_beside": Measured(
+        "python -m chorus.perf.bench.company_beside",
+        ["model", "base / 8 mixed adapters, by sequences", "tokens/s of the adapters"],
+        _company_beside,
     ),
     "company_mixture": Measured(
         "python -m chorus.perf.bench.company --model-size mixture",
