@@ -61,6 +61,7 @@ class OutputParser(PartReader):
         self._ends = JsonEnd()
         self._frame: Frame
         self._style: CallStyle
+        self._is_further = False  # a mark of its own announces the call, behind another one
         self._closers: list[str] = []  # marks that may still come behind the last call
         self._arguments: ArgumentReader
         self._possible: _PossibleCalls | None = None
@@ -176,6 +177,7 @@ class OutputParser(PartReader):
     def _begin_head(self, frame: Frame) -> None:
         self._frame = frame
         self._ends = JsonEnd(ends=frame.ends)
+        self._is_further = False
         self._step = self._head
 
     def _head(self) -> bool:
@@ -189,8 +191,7 @@ class OutputParser(PartReader):
             if found is not None:
                 return self._named(found["name"].strip(), style, held[found.end() :])
         is_short = len(held) < begin + MAX_HEAD
-        may_be_unwrapped = is_short and not self._final and not all(style.wrapped for style in styles)
-        return self._object(begin, may_be_other=may_be_unwrapped)
+        return self._object(begin, may_be_other=is_short and not all(style.wrapped for style in styles))
 
     def _object(self, begin: int, *, may_be_other: bool) -> bool:
         """Where a call may be a JSON object that names its function elsewhere than at the beginning. may_be_other: what
@@ -200,11 +201,21 @@ class OutputParser(PartReader):
         held, is_object = self._held, any(style.wrapped for style in self._format.styles)
         begin = len(held) - len(held[begin:].lstrip())
         if not is_object or (begin < len(held) and held[begin] != "{"):
-            return not may_be_other and self._no_call()
+            return self._cut() if may_be_other else self._no_call()
         end = self._ends.find(held, begin)
         if end >= 0:
             return self._whole_call(held[begin:end], held[end:])
-        return self._final and self._no_call()
+        return self._cut()
+
+    def _cut(self) -> bool:
+        """Where a call may begin, at the end of the text so far. At the end of all, a call behind another one's mark is
+        left out, as it has no name; other text is content.
+        """
+        if not (self._final and self._is_further):
+            return self._final and self._no_call()
+        self._held = self._lead = ""
+        self._step = self._ignored
+        return True
 
     def _named(self, name: str, style: CallStyle, rest: str) -> bool:
         """After the text that names the function. rest: what follows it."""
@@ -300,6 +311,7 @@ class OutputParser(PartReader):
         """Begin the next call of a frame. lead: the text before it, rest: the text from it on."""
         self._lead, self._held = lead, rest
         self._begin_head(self._frame)
+        self._is_further = len(lead) > 1
         return True
 
     def _closing(self) -> bool:

@@ -6,6 +6,7 @@ Tests: tests/server/text/test_output_parser.py, tests/server/text/test_channel_p
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from .argument_syntax import SPACE, ArgumentSyntax, JsonSyntax
@@ -71,6 +72,12 @@ class ToolCallFormat:
     """An output has one call at most."""
     other_signs: tuple[str, ...] = ()
     """Texts any of which tells of the family, too."""
+    fit: Callable[[str], ToolCallFormat] | None = None
+    """Makes the format of a chat template that has marks of its own; None: all have the same."""
+
+    def fitted(self, template: str) -> ToolCallFormat:
+        """The format with the marks of a chat template of the family."""
+        return self if self.fit is None else self.fit(template)
 
     def is_of(self, template: str) -> bool:
         """True if a chat template is one of the family."""

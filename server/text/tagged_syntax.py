@@ -76,33 +76,25 @@ class TaggedSyntax(ArgumentSyntax):
         spelt = rules.spelt
         rules.add_unless_there(spelt.text_up_to("text_value", self.close))
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
         parts = []
         for name, each in properties.items():
             kind = each if isinstance(each, Mapping) else {}
             named = self.named_text if self.named_text and self.is_text(kind) else self.named
-            value = self._value(kind, shared, schema, rules)
+            value = self._value(kind, schema, rules)
             part = f"{spelt(f'{self.open}{name}{named}{self.around}')} {value} {spelt(self.after)}"
             parts.append(part if name in required else f"({part})?")
         return " ".join(parts)
 
-    def _value(
-        self, schema: Mapping[str, Any], shared: Mapping[str, Any], whole: Mapping[str, Any], rules: Rules
-    ) -> str:
-        """The value of one property, and its closing tag. shared: definitions that the schema may refer to. whole: the
-        schema of all arguments.
-        """
+    def _value(self, schema: Mapping[str, Any], whole: Mapping[str, Any], rules: Rules) -> str:
+        """The value of one property, and its closing tag. whole: the schema of all arguments."""
         end = rules.spelt(self.around + self.close)
         if not self.is_text(schema):
-            alone = {**shared, **schema}
-            if any(_refers_elsewhere(each) for _, each in subschemas(alone)):
-                alone = {"$defs": {"arguments": moved(whole, "/$defs/arguments")}, **moved(schema, "/$defs/arguments")}
-            return f"{json_grammar(alone)} {end}"
+            return f"{value_grammar(schema, whole)} {end}"
         texts = allowed_texts(schema)
         return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
 
     def unwritable(self, schema: Mapping[str, Any]) -> str | None:
-        if (found := _dangling(schema)) is not None:
+        if (found := dangling(schema)) is not None:
             return found
         for name, each in (schema.get("properties") or {}).items():
             where, texts = f"properties.{name}", allowed_texts(each) if self.is_text(each) else None
@@ -121,7 +113,15 @@ class TaggedSyntax(ArgumentSyntax):
         return found is not None and found.start() == len(name) and name == name.strip()
 
 
-def _dangling(schema: Mapping[str, Any]) -> str | None:
+def value_grammar(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """The grammar of a value that is JSON. whole: the schema of all arguments, to whose parts it may refer."""
+    alone = {**{name: whole[name] for name in _DEFINITIONS if name in whole}, **schema}
+    if any(_refers_elsewhere(each) for _, each in subschemas(alone)):
+        alone = {"$defs": {"arguments": moved(whole, "/$defs/arguments")}, **moved(schema, "/$defs/arguments")}
+    return json_grammar(alone)
+
+
+def dangling(schema: Mapping[str, Any]) -> str | None:
     """Say which reference of a schema means nothing within it; None: there is none."""
     for path, each in subschemas(schema):
         reference = each.get("$ref")
@@ -157,7 +157,7 @@ class TaggedArguments:
         properties = schema.get("properties")
         self._syntax = syntax
         self._properties = properties if isinstance(properties, Mapping) else {}
-        self._value: _TextValue | _JsonValue | None = None  # that is being read
+        self._value: TextValue | JsonValue | None = None  # that is being read
         self._begun = False
         self._searched = 0  # how far a name has been searched for its end
         self.held = ""
@@ -187,7 +187,8 @@ class TaggedArguments:
             name = text[len(opening) : found.start()].strip()
             is_text = self._is_text(name) if not self._syntax.named_text else found["text"] is not None
             schema = self._properties.get(name) if not self._syntax.named_text else None
-            self._value = _TextValue(self._syntax) if is_text else _JsonValue(self._syntax, kinds_of(schema))
+            around, close = self._syntax.around, self._syntax.close
+            self._value = TextValue(around, close) if is_text else JsonValue(close, kinds_of(schema))
             piece = (", " if self._begun else "{") + json.dumps(name, ensure_ascii=False) + ": "
             self._begun = True
             return piece, text[found.end() :], True
@@ -199,11 +200,12 @@ class TaggedArguments:
         return self._syntax.is_text(self._properties.get(name))
 
 
-class _TextValue:
+class TextValue:
     """A value that is written as it is, up to the first closing tag. It is given as it comes."""
 
-    def __init__(self, syntax: TaggedSyntax) -> None:
-        self._around, self._close = syntax.around, syntax.close
+    def __init__(self, around: str, close: str) -> None:
+        """around: belongs to neither end of it. close: the closing tag."""
+        self._around, self._close = around, close
         self._begun = False
 
     def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
@@ -221,13 +223,13 @@ class _TextValue:
         return piece + inside_quotes(shown), text[len(shown) :], False
 
 
-class _JsonValue:
+class JsonValue:
     """A value that is JSON, up to the first closing tag outside its strings; other text ends at the first of all."""
 
-    def __init__(self, syntax: TaggedSyntax, kinds: frozenset[str] | None) -> None:
-        """kinds: see `kinds_of`."""
-        self._close, self._kinds = syntax.close, kinds
-        self._outside = re.compile('"|' + re.escape(syntax.close))
+    def __init__(self, close: str, kinds: frozenset[str] | None) -> None:
+        """close: the closing tag. kinds: see `kinds_of`."""
+        self._close, self._kinds = close, kinds
+        self._outside = re.compile('"|' + re.escape(close))
         self._first = -1  # where the first closing tag is
         self._at = 0  # how far the text has been read
         self._in_string = False

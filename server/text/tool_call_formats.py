@@ -10,55 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .argument_syntax import JsonSyntax
+from .call_styles import NAMED, invoked, parameters, wide, wrapped
+from .channel_formats import CHANNEL_FORMATS, NAMED_CHANNELS, channel_format_of
+from .hunyuan_formats import HUNYUAN_3, HUNYUAN_4, suffix_of
 from .literal_syntax import LiteralSyntax
-from .output_syntax import (
-    AnswerFormat,
-    CallStyle,
-    ChannelFormat,
-    Frame,
-    OutputSyntax,
-    ReasoningFormat,
-    ToolCallFormat,
-)
+from .nested_syntax import NestedSyntax
+from .output_syntax import AnswerFormat, CallStyle, Frame, OutputSyntax, ReasoningFormat, ToolCallFormat
 from .tagged_syntax import TaggedSyntax
 
-
-def wide(text: str) -> str:
-    """A text with DeepSeek's characters for the bars and blanks in its marks."""
-    return text.replace("|", "\uff5c").replace("_", "\u2581")
-
-
-def _wrapped(name: str = "name", arguments: str = "arguments", before: str = "", after: str = "") -> CallStyle:
-    """A JSON object with a name and arguments. before, after: what a grammar writes around both."""
-    keys = "arguments|parameters" if arguments in ("arguments", "parameters") else re.escape(arguments)
-    head = rf'"{name}"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:{keys})"\s*:\s*(?=\{{)'
-    begin = f'{{{{{before}"{name}": "{{name}}", "{arguments}": '
-    return CallStyle(re.compile(r"\s*\{\s*" + head), begin, f"{after}}}", wrapped=True)
-
-
-_NAMED = _wrapped()
 _XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
 _XML = CallStyle(_XML_HEAD, "\n<function={name}>\n", "</function>\n", TaggedSyntax())
 _PYTHON = LiteralSyntax()
 _PYTHON_HEAD = re.compile(r"\s*(?P<name>[^\W\d][\w.\-]{0,63})\(")
 _IN_PYTHON = CallStyle(_PYTHON_HEAD, "{name}(", "", _PYTHON)
 
-_INVOKE = r'\s*<%sinvoke name="(?P<name>[^"\n]{1,64})">'
-
-
-def _invoked(prefix: str, syntax: TaggedSyntax) -> CallStyle:
-    """Calls that are written as `<invoke name="NAME">` and parameters between tags."""
-    head = re.compile(_INVOKE % re.escape(prefix))
-    return CallStyle(head, f'\n<{prefix}invoke name="{{name}}">\n', f"</{prefix}invoke>\n", syntax)
-
-
-def _parameters(prefix: str, named: str = '">', named_text: str = "") -> TaggedSyntax:
-    return TaggedSyntax(f'<{prefix}parameter name="', named, f"</{prefix}parameter>", "", "\n", named_text)
-
-
 _DSML = wide("|DSML|")
-_DSML_STYLE = _invoked(_DSML, _parameters(_DSML, '" string="false">', '" string="true">'))
+_DSML_STYLE = invoked(_DSML, parameters(_DSML, '" string="false">', '" string="true">'))
+
+_MINIMAX = "]<]minimax[>["
+_INVOKE_M3 = r'\s*%s<invoke name="(?P<name>[^"\n]{1,64})">'
 
 _GLM = TaggedSyntax("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "", "\n")
 _GLM_INLINE = TaggedSyntax("<arg_key>", "</arg_key><arg_value>", "</arg_value>", "", "")
@@ -77,7 +47,7 @@ _COHERE = CallStyle(
     wrapped=True,
 )
 _KEYED = CallStyle(re.compile(r'\s*\{\s*"(?P<name>[^"\\]*)"\s*:\s*(?=\{)'), '{{"{name}": ', "}", wrapped=True)
-_PHI = _wrapped(before='"type": "function", ')
+_PHI = wrapped(before='"type": "function", ')
 
 _DEEPSEEK_NAME = wide(r"\s*(?:<|tool_call_begin|>)?%s(?P<name>[^\s<`{]{1,64})%s\s*(?=\{)")
 _DEEPSEEK_FRAME = Frame(wide("<|tool_calls_begin|>"), wide("<|tool_calls_end|>"), separator=wide("<|tool_call_begin|>"))
@@ -88,13 +58,13 @@ def _gemma(quote: str) -> CallStyle:
     return CallStyle(re.compile(r"\s*call:(?P<name>[^\s{]{1,64})\{"), "call:{name}{{", "", syntax)
 
 
-HERMES_STYLE = replace(_NAMED, begin="\n" + _NAMED.begin, end=_NAMED.end + "\n")
+HERMES_STYLE = replace(NAMED, begin="\n" + NAMED.begin, end=NAMED.end + "\n")
 HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, ERNIE, and all models whose template does not mention tools
     "hermes", ("<tool_call>",), (HERMES_STYLE,), (Frame("<tool_call>", "</tool_call>", between="\n"),)
 )
 
 
-def _listed(name: str, open: str, close: str, *signs: str, style: CallStyle = _NAMED) -> ToolCallFormat:
+def _listed(name: str, open: str, close: str, *signs: str, style: CallStyle = NAMED) -> ToolCallFormat:
     """Calls in brackets between two marks."""
     frame = Frame(open, close, first="[", separator=",", last="]", between=", ")
     return ToolCallFormat(name, signs or (open,), (style,), (frame,))
@@ -126,13 +96,44 @@ TOOL_CALL_FORMATS = (
         (_DEEPSEEK_FRAME,),
     ),
     *(
-        ToolCallFormat(name, (mark,), (_DSML_STYLE,), (Frame(mark, f"</{mark[1:]}", separator="\n"),))
-        for name, mark in (("deepseek_v32", f"<{_DSML}function_calls>"), ("deepseek_v4", f"<{_DSML}tool_calls>"))
+        ToolCallFormat(
+            name,
+            (f"<{_DSML}{block}>",),
+            (_DSML_STYLE,),
+            (Frame(f"<{_DSML}{block}>", f"</{_DSML}{block}>", separator="\n"),),
+            other_signs=(f"dsml_token + '{block}>",),  # which the template puts together
+        )
+        for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    ),
+    ToolCallFormat(
+        "minimax_m3",
+        (_MINIMAX,),
+        (
+            CallStyle(
+                re.compile(_INVOKE_M3 % re.escape(_MINIMAX)),
+                f'{_MINIMAX}<invoke name="{{name}}">',
+                f"{_MINIMAX}</invoke>\n",
+                NestedSyntax(_MINIMAX),
+            ),
+        ),
+        (Frame(f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>", first="\n", separator="\n"),),
+    ),
+    ToolCallFormat(
+        "dots",
+        ("<dots_function_call>",),
+        (invoked("", parameters("")), NAMED),
+        (Frame("<dots_function_call>", "</dots_function_call>", separator="\n"),),
+    ),
+    ToolCallFormat(
+        "longcat",
+        ("<longcat_tool_call>",),
+        (HERMES_STYLE,),
+        (Frame("<longcat_tool_call>", "</longcat_tool_call>", between="\n"),),
     ),
     ToolCallFormat(
         "minimax_m2",
         ("<minimax:tool_call>",),
-        (_invoked("", _parameters("")),),
+        (invoked("", parameters("")),),
         (Frame("<minimax:tool_call>", "</minimax:tool_call>", separator="\n"),),
     ),
     ToolCallFormat(
@@ -147,6 +148,8 @@ TOOL_CALL_FORMATS = (
         (_XML,),
         (Frame("<tool_call>", "</tool_call>", between="\n"),),
     ),
+    HUNYUAN_3,
+    HUNYUAN_4,
     ToolCallFormat(
         "glm5",
         ("<tool_call>{function-name}<arg_key>",),
@@ -192,7 +195,7 @@ TOOL_CALL_FORMATS = (
     ToolCallFormat(
         "phi4_mini",
         ("<|tool|>", "<|/tool|>"),
-        (_PHI, _NAMED),
+        (_PHI, NAMED),
         tuple(
             Frame(open, close, first="[", separator=",", last="]", between=", ")
             for open, close in (("<|tool_call|>", "<|/tool_call|>"), ("functools", ""))
@@ -201,7 +204,7 @@ TOOL_CALL_FORMATS = (
     ToolCallFormat(
         "granite",
         ("<|tool_call|>",),
-        (_NAMED,),
+        (NAMED,),
         tuple(  # Granite 3.1 writes the second, though its template has the first
             Frame(open, first="[", separator=",", last="]", between=", ") for open in ("<|tool_call|>", "<tool_call>")
         ),
@@ -223,7 +226,7 @@ TOOL_CALL_FORMATS = (
     ToolCallFormat(
         "llama_pythonic",
         ("[func_name1(params_name1=params_value1",),
-        (_IN_PYTHON, _wrapped(arguments="parameters")),
+        (_IN_PYTHON, wrapped(arguments="parameters")),
         (Frame("<|python_start|>", "<|python_end|>", first="[", separator=",", last="]", between=", "),),
         bare="[",
     ),
@@ -231,7 +234,7 @@ TOOL_CALL_FORMATS = (
         "llama3",
         ("<|python_tag|>",),
         (
-            _wrapped(arguments="parameters"),
+            wrapped(arguments="parameters"),
             CallStyle(re.compile(r"\s*(?P<name>[^\W\d][\w\-]{0,63})\.call\("), "{name}.call(", "", _PYTHON),
         ),
         (
@@ -244,87 +247,13 @@ TOOL_CALL_FORMATS = (
 )
 """More specific ones first."""
 
-_HARMONY_ENDS = "<|end|>", "<|call|>", "<|return|>"
-_HARMONY_CALL = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-
-HARMONY = ChannelFormat(
-    "<|start|>",
-    "<|message|>",
-    _HARMONY_ENDS,
-    ToolCallFormat(
-        "harmony",
-        (),
-        (CallStyle(re.compile("(?!)"), _HARMONY_CALL, arguments=JsonSyntax((*_HARMONY_ENDS, "<|start|>"))),),
-        (Frame(""),),
-        is_single=True,
-    ),
-    begins=("assistant", "<|channel|>", "to=", "<|constrain|>"),
-    thinks="<|channel|>analysis<|message|>",
-    answers="<|channel|>final<|message|>",
-    continues="<|end|><|start|>assistant",
-    announces="<|channel|>commentary<|message|>",
-    reasoning=re.compile(r"<\|channel\|>\s*analysis"),
-    functions="functions.",
-)
-"""Output of gpt-oss."""
-
-ATEM = ChannelFormat(
-    "<|start|>",
-    "<|message|>",
-    ("<|eom|>", "<|eot|>"),
-    ToolCallFormat(
-        "muse_glimmer",
-        (),
-        (_invoked("atem:", _parameters("atem:")),),
-        (Frame("<atem:function_calls>", "</atem:function_calls>", separator="\n"),),
-    ),
-    begins=("assistant", "to="),
-    thinks=" to=self<|message|>",
-    answers=" to=user<|message|>",
-    continues="<|eom|><|start|>assistant",
-    readers=("", "user"),
-    framed=True,
-)
-"""Output of Muse Glimmer."""
-
-INKLING = ChannelFormat(
-    "<|message_model|>",
-    "<|content_text|>",
-    ("<|end_message|>", "<|content_model_end_sampling|>"),
-    ToolCallFormat(
-        "inkling",
-        (),
-        (
-            replace(
-                _wrapped(arguments="args"),
-                begin='<|message_model|>{name}<|content_invoke_tool_json|>{{"name":"{name}","args":',
-                end="}<|end_message|>",
-            ),
-        ),
-        (Frame("<|content_invoke_tool_json|>"),),
-        bare="{",
-    ),
-    begins=(),
-    thinks="<|message_model|><|content_thinking|>",
-    answers="<|message_model|><|content_text|>",
-    continues="<|end_message|>",
-    announces="<|message_model|><|content_text|>",
-    reasoning=re.compile(r"<\|content_thinking\|>"),
-    kinds=("<|content_thinking|>", "<|content_invoke_tool_json|>"),
-    recipient=re.compile(r"([^\s<>|]+)<\|content_invoke_tool_json\|>"),
-    framed=True,
-)
-"""Output of Inkling: a message's kind is the mark behind its recipient, and a call has the function's name twice."""
-
-CHANNEL_FORMATS = {"<|content_invoke_tool_json|>": INKLING, "<|channel|>": HARMONY, "<atem:function_calls>": ATEM}
-"""By a text that a chat template of the family contains."""
-
 LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'
 """Text in templates of Llama 3.2; they have no `<|python_tag|>`."""
 
 REASONING_FORMATS = (
     ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat("<mm:think>", "</mm:think>"),
     ReasoningFormat("<|channel>thought\n", "<channel|>"),
     ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
@@ -380,7 +309,7 @@ def output_syntax_of(
     if channels is not None:
         return OutputSyntax(channels.calls, channels=channels)
     own = own or OutputSyntax()
-    calls = own.calls or tool_call_format_of(template) if name is None else NAMED_FORMATS[name]
+    calls = own.calls or tool_call_format_of(template) if name is None else NAMED_FORMATS[name].fitted(template)
     reasoning = own.reasoning or reasoning_format_of(template, is_token)
     return OutputSyntax(calls, reasoning, answer=answer_format_of(template))
 
@@ -397,16 +326,13 @@ def tool_call_format_of(template: str) -> ToolCallFormat:
     """The call format of the model with this chat template."""
     if LLAMA_3_2 in template:
         return next(each for each in TOOL_CALL_FORMATS if each.name == "llama3")
-    return next((each for each in TOOL_CALL_FORMATS if each.is_of(template)), HERMES)
-
-
-def channel_format_of(template: str) -> ChannelFormat | None:
-    """The format of messages of the model with this chat template; None: its output is no messages."""
-    return next((each for sign, each in CHANNEL_FORMATS.items() if sign in template), None)
+    return next((each for each in TOOL_CALL_FORMATS if each.is_of(template)), HERMES).fitted(template)
 
 
 def reasoning_format_of(template: str, is_token: Callable[[str], bool]) -> ReasoningFormat | None:
     """The reasoning format of the model with this chat template; None if it does not reason."""
+    if suffix := suffix_of(template):
+        return ReasoningFormat(f"<think{suffix}>", f"</think{suffix}>")
     return next((each for each in REASONING_FORMATS if each.close in template or is_token(each.close)), None)
 
 
@@ -416,6 +342,5 @@ def answer_format_of(template: str) -> AnswerFormat | None:
 
 
 NAMED_FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}
-NAMED_CHANNELS = {each.calls.name: each for each in CHANNEL_FORMATS.values()}
 FORMAT_NAMES = (*NAMED_FORMATS, *NAMED_CHANNELS)
 """Names of all formats of calls."""

@@ -7,11 +7,14 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import torch
 from safetensors import safe_open
+
+from .gguf_changes import Converted, by_part, keys_and_values, permute, unpermute, without_heads
+from .gguf_recorded import RECORDED, head_counts, prepared, recorded
 
 Json = dict[str, Any]
 
@@ -81,28 +84,43 @@ BESIDE = {
     "mamba-2": "mamba2",
     "mamba-2-biased": "mamba2",
     "jamba": "jamba",
+    "dots-3-note": "dots3note",
+    "minimax-m3": "minimax-m3",
+    "step-3.7": "step35",
+    "deepseek-v3.2": "deepseek32",
+    "hy-v4": "hy_v4",
+    "glm-5.3-flash": "glm5-next",
+    "nemotron-h": "nemotron_h_moe",  # as transformers saves its configuration, which has experts' fields
+    "nemotron-3-super": "nemotron_h_moe",
+    "laguna": "laguna",
+    "mimo-v2-flash": "mimo2",
+    "dbrx": "dbrx",
+    "hunyuan": "hunyuan-dense",
+    "hunyuan-moe": "hunyuan-moe",
+    "hunyuan-3": "hy_v3",
+    "minimax-m2": "minimax-m2",
+    "bloom": "bloom",
+    "mpt": "mpt",
+    "falcon-7b": "falcon",
+    "falcon-40b": "falcon",
+    "gpt-2": "gpt2",
+    "gpt-bigcode": "starcoder",
+    "falcon-mamba": "mamba",
 }
 
 #: `LlamaModel` of the converter, from which these derive, interleaves rotary pairs.
 _PERMUTES = {"llama", "arcee", "granite", "granitemoe", "mistral3", "olmo", "smollm3"}
 
 #: Changes that models of `BESIDE` need: llama.cpp has no dense layers of these.
-CHANGES: dict[str, Json] = {"qwen3-next": {"mlp_only_layers": []}, "qwen2-moe": {"mlp_only_layers": []}}
+CHANGES: dict[str, Json] = {
+    "qwen3-next": {"mlp_only_layers": []},
+    "qwen2-moe": {"mlp_only_layers": []},
+    "falcon-7b": {"num_kv_heads": 1},  # as published
+    "dots-3-note": {"swa_q_lora_rank": 24},  # as in other layers
+}
 
 #: Beginnings of architectures whose norms have 1 added.
 _ONE_PLUS = ("gemma", "nemotron", "qwen3next")
-
-
-def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The converter's own `LlamaModel.permute`."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The inverse of `permute`."""
-    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -123,7 +141,7 @@ def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def apart(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """A tensor of `together` under the names that it had."""
-    if weight.ndim < 3 or ".experts." not in name:
+    if weight.ndim < 3 or ".experts." not in name or not name.endswith(".weight"):
         return {name: weight}
     return {name.replace(".experts.", f".experts.{number}."): each for number, each in enumerate(weight)}
 
@@ -136,30 +154,22 @@ def tensors_of(model: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-class Converted(NamedTuple):
-    """What the converter makes of a tensor."""
-
-    parts: dict[str, torch.Tensor]
-    """Names in the file, and values."""
-
-    back: Callable[[list[torch.Tensor]], torch.Tensor] = lambda values: values[0]
-    """Makes the tensor of what the file holds of these."""
-
-
 def converted(
-    name: str, weight: torch.Tensor, config: Json, architecture: str, table: gguf.TensorNameMap, *, older: bool
+    name: str, weight: torch.Tensor, config: Json, architecture: str, table: gguf.TensorNameMap | None, *, older: bool
 ) -> Converted | None:
     """What the converter's `modify_tensors` makes of a tensor; None for an architecture that is not served.
 
     older: what its earlier versions made: latents' keys and values, and Qwen3-Next's q, k, v and z, in one tensor.
     """
+    if architecture in RECORDED:
+        return recorded(name, weight, config, architecture)
     module, heads = name.split(".")[-2], config["num_attention_heads"]
     layer = re.search(r"layers\.(\d+)\.", name)
     at = f"blk.{layer[1]}." if layer else ""
     if name.endswith("kv_b_proj.weight") and not older:
-        return _keys_and_values(weight, config, at)
+        return keys_and_values(weight, config, at)
     if name.endswith("in_proj_qkvz.weight") and not older:
-        return _by_part(weight, config, at)
+        return by_part(weight, config, at)
     if name.endswith(("shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight")):
         end = "shexp" if "shared_mlp" in name else "exps"
         gate, up = weight.chunk(2, dim=-2)
@@ -174,13 +184,14 @@ def converted(
         name = name.replace(own, new)
     if "feed_forward.experts." in name and architecture == "lfm2moe":
         name = name.removeprefix("model.")
+    assert table is not None, "the package knows the architecture"
     if (new := table.get_name(name, (".weight", ".bias"))) is None:
         return None
     if architecture in _PERMUTES and module in ("q_proj", "k_proj"):
         count = heads if module == "q_proj" else config["num_key_value_heads"]
         return Converted({new: permute(weight, count)}, lambda found: unpermute(found[0], count))
     if "query_key_value" in name:
-        return _without_heads(new, weight, heads)
+        return without_heads(new, weight, heads)
     if name.endswith(".A_log"):
         shape = (-1, 1) if architecture == "mamba2" else weight.shape
         return Converted({new: -torch.exp(weight).view(shape)}, lambda found: torch.log(-found[0]).view(weight.shape))
@@ -193,41 +204,6 @@ def converted(
     if name.endswith("norm.weight") and not is_plain and architecture.startswith(_ONE_PLUS):
         return Converted({new: weight + 1}, lambda found: found[0] - 1)
     return Converted({new: weight})
-
-
-def _without_heads(new: str, weight: torch.Tensor, heads: int) -> Converted:
-    """q, k and v, as GPTNeoXModel writes them."""
-    parts = weight.view(heads, 3, -1, *weight.shape[1:]).unbind(1)
-
-    def back(found: list[torch.Tensor]) -> torch.Tensor:
-        parts = [part.view(heads, -1, *weight.shape[1:]) for part in found[0].chunk(3)]
-        return torch.stack(parts, 1).reshape(weight.shape)
-
-    return Converted({new: torch.cat([part.flatten(0, 1) for part in parts])}, back)
-
-
-def _keys_and_values(weight: torch.Tensor, config: Json, at: str) -> Converted:
-    """Latents' keys and values, as DeepseekV2Model writes them."""
-    heads, key = config["num_attention_heads"], config["qk_nope_head_dim"]
-    keys, values = weight.view(heads, -1, weight.shape[1]).split([key, config["v_head_dim"]], dim=1)
-    return Converted(
-        {f"{at}attn_k_b.weight": keys.transpose(1, 2).contiguous(), f"{at}attn_v_b.weight": values.contiguous()},
-        lambda found: torch.cat([found[0].transpose(1, 2), found[1]], 1).reshape(weight.shape),
-    )
-
-
-def _by_part(weight: torch.Tensor, config: Json, at: str) -> Converted:
-    """Qwen3-Next's q, k, v and z, as Qwen3NextModel writes them."""
-    heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
-    value = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
-    sizes = [key, key, value, value]
-    q, k, v, z = (each.flatten(0, 1) for each in weight.view(heads, -1, weight.shape[1]).split(sizes, dim=1))
-
-    def back(found: list[torch.Tensor]) -> torch.Tensor:
-        parts = [*found[0].split([heads * each for each in sizes[:3]]), found[1]]
-        return torch.cat([each.view(heads, -1, weight.shape[1]) for each in parts], 1).reshape(weight.shape)
-
-    return Converted({f"{at}attn_qkv.weight": torch.cat([q, k, v]), f"{at}attn_gate.weight": z}, back)
 
 
 def write_gguf(
@@ -243,13 +219,14 @@ def write_gguf(
 
     spoil: changes metadata and tensors before they are written. older: see `converted`.
     """
-    config = json.loads((model / "config.json").read_text())
-    table = gguf.get_tensor_name_map(
-        {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], config["num_hidden_layers"]
-    )
+    text = (model / "config.json").read_text()
+    config, by_name = json.loads(text), {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = None
+    if architecture not in RECORDED:
+        table = gguf.get_tensor_name_map(by_name[architecture], config["num_hidden_layers"])
     held: dict[str, torch.Tensor] = {}
     stored: dict[str, Any] = dict(_rope_tensors(config))
-    for name, weight in together(tensors_of(model)).items():
+    for name, weight in together(prepared(architecture, tensors_of(model))).items():
         made = converted(name, weight, config, architecture, table, older=older)
         if made is None:  # of an architecture that is not served
             continue
@@ -258,7 +235,7 @@ def write_gguf(
             data, quantisation = stored[new] = _stored(part, kind)
             found.append(torch.from_numpy(gguf.dequantize(data, quantisation).astype("float32")))
         held |= apart(name, made.back(found))
-    fields = metadata(config, architecture)
+    fields = metadata(config, architecture) if table is not None else head_counts(text, architecture)
     spoil(fields, stored)
     writer = gguf.GGUFWriter(file, architecture)
     for name, value in fields.items():

@@ -21,7 +21,8 @@ from .model.checkpoints.quantization.twins import weights
 from .tiny_families import ADAPTERS, make_tiny, save_family
 
 pytest.importorskip("gguf")
-from .gguf_models import BESIDE, CHANGES, MODELS, permute, tensors_of, write_gguf
+from .gguf_changes import permute
+from .gguf_models import BESIDE, CHANGES, MODELS, tensors_of, write_gguf
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -286,7 +287,8 @@ def test_other_architectures_are_read_with_the_models_configuration(tmp_path, fa
 #: Families of `BESIDE` whose files have tensors made of others, changed values, or experts.
 CHANGED = [
     "deepseek-v2", "deepseek-v3", "dots-1", "ernie-4.5-moe", "glm-4-moe", "gpt-neox", "granite-moe-shared", "lfm2",
-    "lfm2-moe", "qwen2-moe", "qwen3-next", "mamba-1", "mamba-2", "jamba",
+    "lfm2-moe", "qwen2-moe", "qwen3-next", "mamba-1", "mamba-2", "jamba", "dots-3-note", "minimax-m3", "step-3.7",
+    "hy-v4", "glm-5.3-flash", "nemotron-3-super", "dbrx", "bloom", "falcon-40b", "gpt-2",
 ]  # fmt: skip
 
 
@@ -302,6 +304,16 @@ def test_a_file_answers_as_transformers_and_peft(tmp_path, drive, family, kernel
         prompt, want[str(index)] = it.case(adapter, 20 + 9 * index, seed=index)
         driver.add(str(index), adapter, prompt, max_tokens=8)
     assert {name: answer.tokens for name, answer in driver.drain().items()} == want
+
+
+def test_factors_of_latents_are_taken_out_of_norms(tmp_path):
+    """The converter multiplies norms by them, which transformers computes without."""
+    file, twin = make_beside(tmp_path, "dots-3-note", "F32", apply_mla_qkv_lora_rescale=True)
+    for ours, theirs in zip(weights(file), weights(twin), strict=True):
+        assert ours is theirs is None or torch.allclose(ours.float(), theirs.float(), rtol=1e-2)
+    (file / "config.json").write_bytes((file / "config.json").read_bytes().replace(b"true", b"false"))
+    pairs = [pair for pair in zip(weights(file), weights(twin), strict=True) if pair[0] is not None]
+    assert not all(torch.allclose(ours.float(), theirs.float(), rtol=0.1) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3", "glm-4.7-flash", "qwen3-next"])

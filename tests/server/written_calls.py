@@ -8,6 +8,7 @@ from typing import Any
 
 from chorus.server.text.argument_syntax import ArgumentSyntax
 from chorus.server.text.literal_syntax import LiteralSyntax
+from chorus.server.text.nested_syntax import NestedSyntax
 from chorus.server.text.output_syntax import ToolCallFormat
 from chorus.server.text.tagged_syntax import TaggedSyntax
 
@@ -26,6 +27,26 @@ def literal(value: Any, quote: str = "", between: str = ", ") -> str:
     return words[[True, False, None].index(value)] if value is None or isinstance(value, bool) else str(value)
 
 
+def elements(syntax: NestedSyntax, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    """Members of an object as elements in one another."""
+    kinds = schema.get("properties") or {}
+    return "".join(element(syntax, name, kinds.get(name, {}), value) for name, value in arguments.items())
+
+
+def element(syntax: NestedSyntax, name: str, schema: Mapping[str, Any], value: Any) -> str:
+    """A value between tags: as it is, in elements of its own, or as JSON."""
+    if schema.get("type") == "string" and isinstance(value, str):
+        inner = value
+    elif isinstance(value, dict) and syntax.is_object(schema):
+        inner = elements(syntax, schema, value)
+    elif isinstance(value, list) and syntax.is_list(schema):
+        items = schema["items"] if isinstance(schema["items"], Mapping) else {}
+        inner = "".join(element(syntax, syntax.item, items, each) for each in value)
+    else:
+        inner = json.dumps(value, ensure_ascii=False)
+    return f"{syntax.mark}<{name}>{inner}{syntax.mark}</{name}>"
+
+
 def written_arguments(syntax: ArgumentSyntax, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     if isinstance(syntax, TaggedSyntax):
         text = ""
@@ -36,6 +57,8 @@ def written_arguments(syntax: ArgumentSyntax, schema: Mapping[str, Any], argumen
             written = value if is_text else json.dumps(value, ensure_ascii=False)
             text += f"{syntax.open}{name}{named}{syntax.around}{written}{syntax.around}{syntax.close}{syntax.after}"
         return text
+    if isinstance(syntax, NestedSyntax):
+        return elements(syntax, schema, arguments)
     if isinstance(syntax, LiteralSyntax):
         pairs = (f"{name}{syntax.named}{literal(v, syntax.quote, syntax.between)}" for name, v in arguments.items())
         return syntax.between.join(pairs) + syntax.close

@@ -27,7 +27,8 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(path, {name: TensorEntry(path, source.shape, "F32") for name, source in self._places.items()})
 
     def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:
-        if target.ndim != 2:
+        first_part = self._places[name].parts[0]
+        if target.ndim != 2 or (first_part.transposed and not first_part.heads):
             super().read_into(target, name, part)
             return
         rows, *others = part or (slice(None),)
@@ -60,6 +61,6 @@ class GgufCheckpoint(Checkpoint):
             count = self._file.num_rows(part)
             own = (wanted >= first) & (wanted < first + count)
             if bool(own.any()):
-                found[own] = self._file.rows_of(part, wanted[own] - first)
+                found[own] = self._file.rows_of(part, wanted[own] - first).view(-1, *source.shape[1:])
             first += count
         return found

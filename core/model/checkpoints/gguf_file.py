@@ -5,6 +5,7 @@ Tests: tests/core/test_gguf.py
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +47,7 @@ class Stored(NamedTuple):
     """It is `[heads, rows, columns]`; the rows of all heads follow one another."""
 
     transposed: bool = False
-    """Of a tensor of heads: it is `[heads, columns, rows]`."""
+    """It is `[columns, rows]`, or of a tensor of heads `[heads, columns, rows]`."""
 
     row: bool = False
     """It is a vector that stands for a matrix of one row."""
@@ -84,6 +85,16 @@ class GgufFile:
     @cached_property
     def architecture(self) -> str:
         return str(self.get("general.architecture", ""))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json beside the file, of its text part; {} where there is none."""
+        path = self.path.parent / "config.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found.get("text_config", found) if isinstance(found, dict) else {}
 
     def get(self, name: str, default: Any = None) -> Any:
         """The metadata called `name`, in which `{arch}` stands for the architecture."""
@@ -127,7 +138,7 @@ class GgufFile:
     def num_rows(self, part: Stored) -> int:
         """Rows of a tensor as a matrix."""
         columns, *others = map(int, self.tensors[part.tensor].shape)
-        return columns * others[1] if part.transposed else math.prod(others)
+        return math.prod((columns, *others[1:])) if part.transposed else math.prod(others)
 
     def read(self, name: str, rows: slice | torch.Tensor) -> torch.Tensor:
         """Rows of a tensor, dequantised in float32."""
@@ -150,12 +161,14 @@ class GgufFile:
 
     def _of_columns(self, part: Stored, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor that has them as columns, head by head."""
-        heads, columns, _ = self.tensors[part.tensor].data.shape
+        data = self.tensors[part.tensor].data
+        data = data if part.heads else data[None]
+        heads, columns, _ = data.shape
         each = self.num_rows(part) // heads
         found = torch.empty(len(rows), columns)
         for head in (rows // each).unique().tolist():
             own = rows // each == head
-            found[own] = self._dequantised(part.tensor, self.tensors[part.tensor].data[head]).T[rows[own] % each]
+            found[own] = self._dequantised(part.tensor, data[head]).T[rows[own] % each]
         return found
 
     def _dequantised(self, name: str, data: np.ndarray) -> torch.Tensor:

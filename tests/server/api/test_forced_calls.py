@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.server.demo.builtin import BUILTIN_MODEL
+from chorus.server.text.channel_formats import HARMONY, NAMED_CHANNELS
 from chorus.server.text.tokenizer import Tokenizer
-from chorus.server.text.tool_call_formats import FORMAT_NAMES, HARMONY, NAMED_CHANNELS
+from chorus.server.text.tool_call_formats import FORMAT_NAMES
 
 from ..conftest import live_server
 

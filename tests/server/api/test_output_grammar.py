@@ -13,20 +13,14 @@ from tokenizers import AddedToken
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
 from chorus.server.api.output_grammar import output_grammar
+from chorus.server.text.call_styles import wide
+from chorus.server.text.channel_formats import ATEM, HARMONY, INKLING
 from chorus.server.text.channel_parser import ChannelParser
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage
 from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tokenizer import Tokenizer
-from chorus.server.text.tool_call_formats import (
-    ATEM,
-    HARMONY,
-    HERMES,
-    INKLING,
-    REASONING_FORMATS,
-    TOOL_CALL_FORMATS,
-    wide,
-)
+from chorus.server.text.tool_call_formats import HERMES, REASONING_FORMATS, TOOL_CALL_FORMATS
 
 from ...tiny_tokenizer import save_tokenizer
 from ..written_calls import written_calls

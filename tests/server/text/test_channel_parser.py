@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from chorus.server.text.channel_formats import ATEM, HARMONY, INKLING, channel_format_of
 from chorus.server.text.channel_parser import ChannelParser
 from chorus.server.text.output_parts import ParsedMessage, PartKind
-from chorus.server.text.tool_call_formats import ATEM, HARMONY, INKLING, channel_format_of
 
 TOOLS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}, "g.h": {}}
 CALL = ("f", {"a": 'x <|end|> "', "b": 3})

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chorus.server.text.call_styles import wide
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage, Part, PartKind
 from chorus.server.text.output_syntax import OutputSyntax
@@ -22,7 +23,6 @@ from chorus.server.text.tool_call_formats import (
     declared,
     reasoning_format_of,
     tool_call_format_of,
-    wide,
 )
 
 FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}

@@ -6,18 +6,18 @@ import json
 
 import pytest
 
+from chorus.server.text.call_styles import wide
+from chorus.server.text.channel_formats import HARMONY
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage
 from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tool_call_formats import (
-    HARMONY,
     TOOL_CALL_FORMATS,
     answer_format_of,
     is_known,
     output_syntax_of,
     reasoning_format_of,
     tool_call_format_of,
-    wide,
 )
 
 TOOLS = {
@@ -30,7 +30,7 @@ TOOLS = {
 PARIS, NOW = ("get_weather", {"city": 'Paris, "FR"', "days": 3}), ("now", {})
 JSON = json.dumps(PARIS[1])
 LIST = f'[{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
-DSML = wide("|DSML|")
+DSML, M3 = wide("|DSML|"), "]<]minimax[>["
 PYTHON = r"""get_weather(city="Paris, \"FR\"", days=3)"""
 
 SAID = [
@@ -65,6 +65,60 @@ SAID = [
         "<minimax:tool_call><invoke name=",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris, "FR"</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
+    (
+        "minimax_m3",
+        "{%- set ns_token = ']<]minimax[>[' -%}",
+        f'{M3}<tool_call>\n{M3}<invoke name="get_weather">{M3}<city>Paris, "FR"{M3}</city>{M3}<days>3{M3}</days>'
+        f'{M3}</invoke>\n{M3}<invoke name="now">{M3}</invoke>\n{M3}</tool_call>',
+    ),
+    (
+        "dots",
+        "<dots_function_call>",
+        '<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">Paris, "FR"</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</dots_function_call>',
+    ),
+    (
+        "dots",
+        "<dots_function_call>",  # an object in place of tags
+        f'<dots_function_call>{{"name": "get_weather", "arguments": {JSON}}}</dots_function_call>'
+        '<dots_function_call>{"name": "now", "arguments": {}}</dots_function_call>',
+    ),
+    (
+        "longcat",
+        "<longcat_tool_call>",
+        f'<longcat_tool_call>\n{{"name": "get_weather", "arguments": {JSON}}}\n</longcat_tool_call>\n'
+        '<longcat_tool_call>\n{"name": "now", "arguments": {}}\n</longcat_tool_call>\n',
+    ),
+    (
+        "hunyuan_3",
+        "{%- set HYTK = ':opensource' %}{{ '<tool_calls{}><tool_sep{}>'.format(HYTK) }}",
+        "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+        '<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris, "FR"</arg_value:opensource>\n'
+        "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
+        "</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+    ),
+    (
+        "hunyuan_4",
+        "<tool_calls:6124c78e><arg_key:6124c78e>",
+        "<tool_calls:6124c78e><tool_call:6124c78e>get_weather<arg_key:6124c78e>city</arg_key:6124c78e>"
+        '<arg_value:6124c78e>Paris, "FR"</arg_value:6124c78e><arg_key:6124c78e>days</arg_key:6124c78e>'
+        "<arg_value:6124c78e>3</arg_value:6124c78e></tool_call:6124c78e><tool_call:6124c78e>now</tool_call:6124c78e>"
+        "</tool_calls:6124c78e>",
+    ),
+    (
+        "hunyuan_4",
+        "<tool_calls><tool_call><arg_key>",  # marks without a suffix
+        '<tool_calls><tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris, "FR"</arg_value>'
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call></tool_calls>",
+    ),
+    (
+        "deepseek_v4",
+        "{%- set tools = '<' + dsml_token + 'tool_calls>' -%}",
+        f'<{DSML}tool_calls>\n<{DSML}invoke name="get_weather">\n<{DSML}parameter name="city" string="true">'
+        f'Paris, "FR"</{DSML}parameter>\n<{DSML}parameter name="days" string="false">3</{DSML}parameter>\n'
+        f'</{DSML}invoke>\n<{DSML}invoke name="now">\n</{DSML}invoke>\n</{DSML}tool_calls>',
     ),
     (
         "deepseek_v32",
@@ -176,8 +230,17 @@ def test_a_format_is_recognised_by_its_template_and_read(name, template, text):
 
 def test_every_format_has_an_output_here_or_in_the_tests_of_the_parser():
     older = {"deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "qwen3_coder", "seed_oss"}
-    same = {"deepseek_v4"}  # as deepseek_v32, with another mark
-    assert {form.name for form in TOOL_CALL_FORMATS} == older | same | {name for name, *_ in SAID}
+    assert {form.name for form in TOOL_CALL_FORMATS} == older | {name for name, *_ in SAID}
+
+
+@pytest.mark.parametrize("name", ["hunyuan_3", "hunyuan_4", "kimi_k2"])
+def test_a_further_call_that_is_cut_before_its_name_ends_is_no_content(name):
+    """At the limit of tokens; streams and whole answers agree."""
+    template, text = next((template, text) for form, template, text in SAID if form == name)
+    form = tool_call_format_of(template)
+    first = text.index(form.frame.separator, text.index("get_weather"))
+    for end in (first + len(form.frame.separator), first + len(form.frame.separator) + 2):
+        assert parsed_everywhere(OutputSyntax(form), text[:end]) == ("", "", [PARIS])
 
 
 def test_llamas_built_in_tools_are_functions_with_that_name():
@@ -199,6 +262,9 @@ def test_llamas_built_in_tools_are_functions_with_that_name():
             "<|START_RESPONSE|>Yes.<|END_RESPONSE|>",
         ),
         ("<|inner_prefix|><|inner_suffix|>", "<|inner_prefix|>So.<|inner_suffix|>", "Yes."),
+        ("<mm:think></mm:think>", "<mm:think>So.</mm:think>", "Yes."),
+        ("{% set HYTK = ':a1' %}<tool_sep{}>", "<think:a1>So.</think:a1>", "Yes."),
+        ("<think:6124c78e>", "<think:6124c78e>So.</think:6124c78e>", "Yes."),
         ("<think></think><response></response>", "<think>So.</think>", "<response>\nYes.\n</response>"),
         ("<think></think><answer></answer>", "<think>\nSo.\n</think>\n", "<answer>\nYes.\n</answer>"),
     ],
