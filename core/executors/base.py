@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ...graphs.runner import EagerReason
@@ -290,7 +290,7 @@ class ModelExecutor(ExecutorBase):
                 f"block_tokens is {block_tokens}, and the model's layers attend to chunks of {min(unfit)} tokens; set "
                 "it to a divisor of that"
             )
-        state = _state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates)
+        state = _state_shape(model, speculates=config.speculates)
         shapes = _kv_shapes(model.kv_layers)
         try:
             return PageLayout(
@@ -354,9 +354,14 @@ def _kv_shapes(mixers: Sequence[AttentionSpec]) -> tuple[KvShape, ...]:
     return tuple(mixer.kv_shape._replace(queries=mixer.num_heads if differ else 0) for mixer in mixers)
 
 
-def _state_shape(recurrent: RecurrentSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:
-    if recurrent is None:
+def _state_shape(model: ModelConfig, *, speculates: bool) -> StateShape | None:
+    if model.recurrent is None:
         return None
+    further = None if model.lookup is None else _shape_of(model.lookup, model.num_lookups, speculates=speculates)
+    return replace(_shape_of(model.recurrent, model.num_recurrent_layers, speculates=speculates), further=further)
+
+
+def _shape_of(recurrent: RecurrentSpec, num_layers: int, *, speculates: bool) -> StateShape:
     heads, *head = recurrent.recurrent_shape
     return StateShape(
         num_layers,

@@ -76,7 +76,9 @@ class DecodeSteps:
         )
         self.states = self._new_states()
         """Of sequences in layers with a recurrent mixer; None for a model without them."""
-        self.captures = config.graph_capture != "off" and (usual.captures or device.torch_device.type == "cpu")
+        is_capturable = usual.captures or device.torch_device.type == "cpu"
+        is_capturable &= model.config.lookup is None  # rows of its tables are fetched from the host's memory
+        self.captures = config.graph_capture != "off" and is_capturable
         self.eager: Counter[EagerReason] = Counter()
         """Steps that were not captured."""
         self._attention, *others = ({size: each.decode(size) for size in sizes} for each in attention)

@@ -168,6 +168,7 @@ class DecoderModel:
                 max_model_len=max_model_len,
                 dtype=dtype,
                 device=device,
+                rotary=self._rotary,
             ),
         )
 

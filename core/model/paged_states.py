@@ -17,11 +17,22 @@ from ...ops.mixers.recurrent import WHOLE, RecurrentState, RecurrentWeights, Sta
 from ...ops.ranks.ranks import Collectives
 from ..requests.types import ScheduledSequence
 from .specs.config import ModelConfig
+from .specs.recurrent import RecurrentSpec
 
 
 def layers_with_states(config: ModelConfig) -> list[int]:
     """For each layer of the model that has a state, its index among those."""
     return [count - 1 for count in accumulate(layer.recurrent is not None for layer in config.layers)]
+
+
+def state_pages(config: ModelConfig, arena: Arena) -> dict[bool, StatePages]:
+    """Of a model with recurrent mixers, whose states the arena's layout has; True: of further states."""
+    assert config.recurrent is not None and arena.layout.states is not None
+    found = {False: StatePages(config.recurrent, arena.layout.states, arena, layers_with_states(config))}
+    if (lookup := config.lookup) is not None and (further := arena.layout.states.further) is not None:
+        counts = accumulate(layer.lookup is not None for layer in config.layers)
+        found[True] = StatePages(lookup, further, arena, [count - 1 for count in counts])
+    return found
 
 
 def checked_states(sequence: ScheduledSequence, layout: StateLayout) -> StateSlots:
@@ -37,13 +48,11 @@ def checked_states(sequence: ScheduledSequence, layout: StateLayout) -> StateSlo
 class StatePages:
     """The states of sequences in the arena, read from some pages and written to others."""
 
-    def __init__(self, config: ModelConfig, arena: Arena) -> None:
-        """config: of a model with recurrent mixers; the arena's layout has their states."""
-        assert config.recurrent is not None and arena.layout.states is not None
-        self.spec, self.layout = config.recurrent, arena.layout.states
+    def __init__(self, spec: RecurrentSpec, layout: StateLayout, arena: Arena, index: list[int]) -> None:
+        """index: for each layer that has such a state, its index among those."""
+        self.spec, self.layout, self.index = spec, layout, index
         self.pages = arena.pages.view(torch.float32)
         """`[pages, elements]`."""
-        self.index = layers_with_states(config)
         self._heads = [self._heads_of(index) for index in range(self.layout.shape.num_layers)]
 
     def read(
@@ -112,9 +121,9 @@ class PagedStates:
     """
 
     def __init__(self, config: ModelConfig, arena: Arena) -> None:
-        """See `StatePages`."""
-        self._states = StatePages(config, arena)
-        self._layout = self._states.layout
+        """See `state_pages`."""
+        self._states = state_pages(config, arena)
+        self._layout = self._states[False].layout
         self.qo_indptr: Sequence[int] = [0]
         self.accepted: Sequence[int] = ()
         """For each sequence, the drafts of the step before whose inputs its state takes in first."""
@@ -127,7 +136,7 @@ class PagedStates:
         """`[sequences]`: True if a sequence begins with a state of zeros."""
 
     def _make_tables(self, most: int) -> None:
-        device = self._states.pages.device
+        device = self._states[False].pages.device
         self._tables = torch.full((2, most, self._layout.num_pages), PagePool.DUMMY, device=device)
         self._fresh = torch.ones(most, dtype=torch.bool, device=device)
 
@@ -159,7 +168,8 @@ class PagedStates:
         """See `StepStates.mix`."""
         drafts = max(self.drafts, default=0)
         kept = max(self.accepted, default=0) or drafts
-        state = self._states.read(layer, self.read, self.fresh, kept, weights.part)
+        states = self._states[weights.further]
+        state = states.read(layer, self.read, self.fresh, kept, weights.part)
         out = weights.mix(rows, state, self.qo_indptr, self.accepted, self.drafts, ranks)
-        self._states.write(layer, self.written, state, drafts, weights.part)
+        states.write(layer, self.written, state, drafts, weights.part)
         return out

@@ -17,7 +17,7 @@ from ...ops.mixers.recurrent import RecurrentWeights
 from ...ops.ranks.ranks import Collectives
 from ...ops.upload import on_device
 from ..requests.types import ScheduledSequence
-from .paged_states import PagedStates, StatePages, checked_states
+from .paged_states import PagedStates, checked_states, state_pages
 from .specs.config import ModelConfig
 
 
@@ -30,8 +30,9 @@ class CudaPagedStates:
 
     def __init__(self, config: ModelConfig, arena: Arena, most: int) -> None:
         """See `PagedStates`. most: sequences of the largest step."""
-        self._states = StatePages(config, arena)
-        self._spec, self._layout, self._pages = self._states.spec, self._states.layout, self._states.pages
+        self._states = state_pages(config, arena)
+        own = self._states[False]
+        self._spec, self._layout, self._pages = own.spec, own.layout, own.pages
         self._prompts = PagedStates(config, arena)
         self._spans: list[slice] = []
         """The tokens of each prompt."""
@@ -65,19 +66,33 @@ class CudaPagedStates:
         self, layer: int, rows: torch.Tensor, weights: RecurrentWeights, ranks: Collectives | None = None
     ) -> torch.Tensor:
         """See `StepStates.mix`."""
-        table = self._table[: self._count]
-        if self._launch is None and self._count:
+        table, states = self._table[: self._count], self._states[weights.further]
+        launch = None if weights.further else self._launch
+        out = None
+        if launch is None and self._count:
             out = self._step(layer, rows, weights, table, ranks)
-        else:
-            out = rows.new_empty(len(rows), self._spec.out_size)
         if self._spans:
-            own = torch.cat([rows[span] for span in self._spans])
-            lengths = [span.stop - span.start for span in self._spans]
-            parts = self._prompts.mix(layer, own, weights, ranks).split(lengths)
-            for span, part in zip(self._spans, parts, strict=True):
-                out[span] = part
-        if self._launch is not None and self._count:
-            self._launch(out, rows, weights, pages=self._pages, table=table, layer=self._states.index[layer])
+            out = self._of_prompts(layer, rows, weights, ranks, out)
+        out = rows.new_empty(len(rows), states.spec.out_size) if out is None else out
+        if launch is not None and self._count:
+            launch(out, rows, weights, pages=self._pages, table=table, layer=states.index[layer])
+        return out
+
+    def _of_prompts(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        weights: RecurrentWeights,
+        ranks: Collectives | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write what prompts' tokens have to out; None: to new memory."""
+        own = torch.cat([rows[span] for span in self._spans])
+        lengths = [span.stop - span.start for span in self._spans]
+        found = self._prompts.mix(layer, own, weights, ranks)
+        out = found.new_empty(len(rows), found.shape[1]) if out is None else out
+        for span, part in zip(self._spans, found.split(lengths), strict=True):
+            out[span] = part
         return out
 
     def _step(
@@ -91,8 +106,8 @@ class CudaPagedStates:
         """Decoding sequences by PyTorch's operators: as many of them whatever the numbers in the table are."""
         begins, counts, accepted, fresh = table[:, :4].unbind(1)
         read, written = table[:, 4:].chunk(2, 1)
-        most = self._layout.shape.most_drafts
-        state = self._states.read(layer, read, fresh.bool(), most, weights.part)
+        states, most = self._states[weights.further], self._layout.shape.most_drafts
+        state = states.read(layer, read, fresh.bool(), most, weights.part)
         out = weights.step(rows, state, begins, counts, accepted, ranks)
-        self._states.write(layer, written, state, most, weights.part)
+        states.write(layer, written, state, most, weights.part)
         return out

@@ -379,7 +379,7 @@ class AdapterWeights(RowsFile):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
         modules = self.modules
-        found = _wrapped(modules.around, modules.layers, modules.embeddings).match(name)
+        name, found = self._matched(name)
         rest = "" if found is None else name[found.end() :]
         if found is None or (rest.startswith(f"{HEAD}.") and self._is_usual_head(name, found[1])):
             return self._plain_of_head(name)
@@ -406,6 +406,16 @@ class AdapterWeights(RowsFile):
         if given.startswith(IN_LAYERS) and path == match[2] and modules.numbers is None:
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
+
+    def _matched(self, name: str) -> tuple[str, re.Match[str] | None]:
+        """A name, with the last layer's number where it is of a module behind all layers, and its beginning."""
+        modules = self.modules
+        wrapped = _wrapped(modules.around, modules.layers, modules.embeddings)
+        found = wrapped.match(name)
+        if found is None and modules.numbers is not None:
+            name = modules.numbers.own(name)
+            found = wrapped.match(name)
+        return name, found
 
     def _without_outer(self, name: str) -> str:
         """A name without the modules that are around PEFT's own: those of trainers, and of the model."""

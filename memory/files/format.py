@@ -107,6 +107,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _leave_out(untrained, targets, names, projections)
             _check_experts(config, targets, projections)
             _check_latents(config, targets, projections)
+            _check_late(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
                 _check_no_inputs(config, added, projections)
@@ -201,6 +202,17 @@ def _check_experts(config: AdapterConfig, targets: Collection[tuple[int, str]], 
                 f"{config.file}: DoRA or a bias is on {module} of layer {layer}, a part of a mixture of experts, where "
                 "plain LoRA alone is served; train with use_dora=False and lora_bias=False"
             )
+
+
+def _check_late(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
+    """What a first token has of the one before it is zeros."""
+    found = next((name for _, name in targets if projections[name].is_late), None)
+    if found is not None and config.lora_bias:
+        raise config.refuse(
+            "lora_bias",
+            f"the adapter is on {found}, which would give a first token its bias for the one before; train with "
+            "lora_bias=False, or on other modules",
+        )
 
 
 def _check_latents(config: AdapterConfig, targets: Targets, projections: Projections) -> None:

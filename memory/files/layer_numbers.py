@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Protocol
 
 _NAME = re.compile(r"^(|.*?\.)(layers\.)([0-9]{1,6})(\..*)$")
 
@@ -50,12 +51,30 @@ class LayerNumbers:
 
     def named(self, names: Container[str]) -> Container[str]:
         """The names by which `given` finds something among `names`."""
-        return _Names(self, names)
+        return GivenNames(self, names)
+
+
+class Renumbers(Protocol):
+    """Tells names of parts of layers there and here apart."""
+
+    def given(self, name: str, /) -> str:
+        """The name there."""
+        ...
+
+    def own(self, name: str, /) -> str:
+        """The name here."""
+        ...
+
+    def named(self, names: Container[str], /) -> Container[str]:
+        """The names by which `given` finds something among `names`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    numbers: LayerNumbers
+class GivenNames:
+    """The names here of what has some names there."""
+
+    numbers: Renumbers
     names: Container[str]
 
     def __contains__(self, name: object) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..pages.projections import LAYER_GROUPS, Group, Projection, Projections, UnitRows
 from .config import IN_TOWER
-from .layer_numbers import LayerNumbers
+from .layer_numbers import Renumbers
 from .slices import Slice, slices_of
 from .tokens.base_tokens import BaseTokens
 from .tower_shapes import TowerShapes
@@ -169,8 +169,10 @@ class ModulePaths:
     no_parameters: tuple[str, ...] = ()
     """Ends of parameters' names that an adapter may have of a similar model's, and that match nothing."""
 
-    numbers: LayerNumbers | None = None
-    """How a model numbers its layers where several stand under one number; None: each has its own."""
+    numbers: Renumbers | None = None
+    """How a model numbers its layers where several stand under one number, or has a part of the last one behind all;
+    None: each layer has its number, and all of its parts.
+    """
 
     head_part: str = ""
     """The name of the part that has the output projection in a model whose class has none itself (Llama 4)."""

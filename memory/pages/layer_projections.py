@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .projections import NORM_GATES, Group, Projection, Projections
+from .projections import NORM_GATES, STREAM_GATES, Group, Projection, Projections
 
 #: The groups of a mixer's projections where it is beside another one.
 _BESIDE = {Group.MIXER_IN: Group.BESIDE_IN, Group.MIXER_OUT: Group.BESIDE_OUT}
@@ -36,6 +36,28 @@ def attention_projections(
         Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads, form=form),
         *(Projection(name, Group.MIXER_IN, hidden, kv_heads * width, kv_heads, form=form) for name, width in names),
         Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads, form=form),
+    )
+
+
+def convolved_projections(hidden: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
+    """The inputs of attention behind convolutions of queries and keys. The first half of all heads' values is a token's
+    own, and the second that of the token before, so that TP ranks can't share them.
+    """
+    widths = {"q_proj": heads, "k_proj": kv_heads}
+    half = kv_heads * head_dim // 2
+    return (
+        *(Projection(f"self_attn.{each}", Group.MIXER_IN, hidden, n * head_dim, n) for each, n in widths.items()),
+        Projection("self_attn.v_proj_current", Group.MIXER_IN, hidden, half, 1),
+        Projection("self_attn.v_proj_delayed", Group.MIXER_IN, hidden, half, 1, is_late=True),
+    )
+
+
+def router_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a small network of this width before a mixture's router."""
+    return (
+        Projection("mlp.router.down_proj", Group.ROUTER_DOWN, hidden, size, 1),
+        Projection("mlp.router.fc1", Group.ROUTER_FIRST, size, size, 1),
+        Projection("mlp.router.fc2", Group.ROUTER_SECOND, size, size, 1),
     )
 
 
@@ -114,6 +136,35 @@ def indexer_projections(
         Projection("self_attn.indexer.wq_b", Group.INDEX_UP if apart else Group.QUERY_UP, inputs, heads * key, 1),
         Projection("self_attn.indexer.wk", Group.MIXER_IN, hidden, key, 1),
         Projection("self_attn.indexer.weights_proj", Group.MIXER_IN, hidden, heads, 1),
+    )
+
+
+def mean_indexer_projections(hidden: int, heads: int, key: int) -> tuple[Projection, ...]:
+    """That of the indexer of blocks with one key for all queries, which gives queries and then keys: see
+    `block_indexer_projections`. Every TP rank has it whole.
+    """
+    return (Projection("self_attn.indexer.index_qk_proj", Group.MIXER_IN, hidden, (heads + 1) * key, 1),)
+
+
+def stream_gate_projections(hidden: int, count: int, rank: int, part: str) -> tuple[Projection, ...]:
+    """Those by which a part takes of so many streams and gives to them; behind all layers nothing is given. part: see
+    `STREAM_GATES`. rank: width between the two matrices of gates.
+    """
+    down, up = STREAM_GATES[part]
+    width = count * hidden
+    given = (Projection(f"streams.{part}_give", down, width, count, 1),) if part != "join" else ()
+    return (
+        Projection(f"streams.{part}_down", down, width, rank, 1),
+        *given,
+        Projection(f"streams.{part}_up", up, rank, width, 1),
+    )
+
+
+def lookup_projections(width: int, channels: int, hidden: int) -> tuple[Projection, ...]:
+    """Those of rows of a table, `width` elements of a token. channels: of the keys of all streams."""
+    return (
+        Projection("ple.key_proj", Group.LOOKUP_IN, width, channels, 1),
+        Projection("ple.value_proj", Group.LOOKUP_IN, width, hidden, 1),
     )
 
 

@@ -116,6 +116,28 @@ class Group(IntEnum):
     PLACE_OUT = 37
     """Of a layer whose block others share: from the block's output to what its mixer reads."""
 
+    ROUTER_DOWN = 38
+    """Of a small network before a mixture's router: from the layer's input; then `ROUTER_FIRST` and `ROUTER_SECOND`."""
+
+    ROUTER_FIRST = 39
+    ROUTER_SECOND = 40
+
+    MIXER_STREAMS_DOWN = 41
+    """Of several residual streams, the first of two small matrices that make gates of what a mixer takes, and what
+    makes the numbers by which it gives; likewise `MLP_STREAMS_DOWN`, and `JOIN_DOWN` behind all layers.
+    """
+
+    MIXER_STREAMS_UP = 42
+    """The second one."""
+
+    MLP_STREAMS_DOWN = 43
+    MLP_STREAMS_UP = 44
+    JOIN_DOWN = 45
+    JOIN_UP = 46
+
+    LOOKUP_IN = 47
+    """Keys and a value, of the rows of a table that a token has."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -151,8 +173,26 @@ NORM_GATES = {
     "mlp_norm": (Group.MLP_GATES_DOWN, Group.MLP_GATES_UP),
 }
 
+#: Those of a small network before a mixture's router; all TP ranks have them.
+ROUTER_GROUPS = (Group.ROUTER_DOWN, Group.ROUTER_FIRST, Group.ROUTER_SECOND)
+
+#: Those of the gates of several streams, by what takes of them; all TP ranks have them.
+STREAM_GATES = {
+    "attn": (Group.MIXER_STREAMS_DOWN, Group.MIXER_STREAMS_UP),
+    "mlp": (Group.MLP_STREAMS_DOWN, Group.MLP_STREAMS_UP),
+    "join": (Group.JOIN_DOWN, Group.JOIN_UP),
+}
+
 #: Those of all small matrices beside a layer's parts, which adapters are never merged into.
-SMALL_GROUPS = (*INPUT_GROUPS, *LOW_RANK_GROUPS, *NORM_GATES["attention_norm"], *NORM_GATES["mlp_norm"])
+SMALL_GROUPS = (
+    *INPUT_GROUPS,
+    *LOW_RANK_GROUPS,
+    *NORM_GATES["attention_norm"],
+    *NORM_GATES["mlp_norm"],
+    *ROUTER_GROUPS,
+    *(group for groups in STREAM_GATES.values() for group in groups),
+    Group.LOOKUP_IN,
+)
 
 #: Pairs of small matrices that a layer has of its own beside a block that layers share.
 PLACE_PAIRS = (
@@ -220,6 +260,9 @@ class Projection:
 
     is_bypassed: bool = False
     """transformers multiplies by its weight itself, so that what PEFT puts around the module changes nothing."""
+
+    is_late: bool = False
+    """Its outputs are the next token's, and before a first token they are zeros, which have no bias of an adapter."""
 
     @property
     def module(self) -> str:

@@ -41,11 +41,15 @@ class StateShape:
     most_drafts: int = 0
     """Drafts of a step whose inputs are kept; 0 without speculation."""
 
+    further: StateShape | None = None
+    """Further states, which some layers have beside these; None: there are none."""
+
     @property
     def page_bytes(self) -> int:
         """Bytes of a page of a model whose tokens take none: with room for all heads of a layer, or any other part."""
         largest = FLOAT_BYTES * max(self.conv_elems, self.num_heads * self.head_elems, self.draft_elems)
-        return -(-largest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        own = -(-largest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return own if self.further is None else max(own, self.further.page_bytes)
 
     def of_ranks(self, size: int) -> StateShape:
         """The states of `size` TP ranks together. Their parts are as wide as a page is: a state takes as many pages."""
@@ -54,18 +58,19 @@ class StateShape:
             conv_elems=size * self.conv_elems,
             head_elems=size * self.head_elems,
             draft_elems=size * self.draft_elems,
+            further=None if self.further is None else self.further.of_ranks(size),
         )
 
 
 class StateLayout:
     """Places of a state's parts in its pages: no part is split between pages.
 
-    The convolutions' parts come first, then the heads', then the drafts' inputs, layer by layer.
+    The convolutions' parts come first, then the heads', then the drafts' inputs, layer by layer; then further states.
     """
 
-    def __init__(self, shape: StateShape, page_bytes: int) -> None:
-        """Raises ValueError if a page is too small for a part."""
-        self.shape = shape
+    def __init__(self, shape: StateShape, page_bytes: int, first: int = 0) -> None:
+        """first: index of the first page of these parts. Raises ValueError if a page is too small for a part."""
+        self.shape, self._first = shape, first
         floats = page_bytes // FLOAT_BYTES
         self.convs_per_page = floats // shape.conv_elems
         self.heads_per_page = floats // shape.head_elems if shape.num_heads else 1
@@ -76,22 +81,25 @@ class StateLayout:
             raise ValueError(f"a page has {page_bytes} bytes, and a part of a layer's state takes {largest}")
         self.num_conv_pages = -(-shape.num_layers // self.convs_per_page)
         self.first_draft_page = self.num_conv_pages - (-shape.num_layers * shape.num_heads // self.heads_per_page)
-        self.num_pages = self.first_draft_page + (-(-num_drafts // self.drafts_per_page) if num_drafts else 0)
+        own_pages = self.first_draft_page + (-(-num_drafts // self.drafts_per_page) if num_drafts else 0)
+        self.further = None if shape.further is None else StateLayout(shape.further, page_bytes, first + own_pages)
+        """Of further states."""
+        self.num_pages = own_pages + (0 if self.further is None else self.further.num_pages)
 
     def conv(self, layer: int) -> tuple[int, int]:
         """Index of the page, and first element in it, of a layer's convolution; `layer` counts layers with a state."""
         page, at = divmod(layer, self.convs_per_page)
-        return page, at * self.shape.conv_elems
+        return self._first + page, at * self.shape.conv_elems
 
     def head(self, layer: int, head: int) -> tuple[int, int]:
         """As `conv`, of a head."""
         page, at = divmod(layer * self.shape.num_heads + head, self.heads_per_page)
-        return self.num_conv_pages + page, at * self.shape.head_elems
+        return self._first + self.num_conv_pages + page, at * self.shape.head_elems
 
     def draft(self, layer: int, draft: int) -> tuple[int, int]:
         """As `conv`, of a draft's inputs."""
         page, at = divmod(layer * self.shape.most_drafts + draft, self.drafts_per_page)
-        return self.first_draft_page + page, at * self.shape.draft_elems
+        return self._first + self.first_draft_page + page, at * self.shape.draft_elems
 
 
 class StateSlots:

@@ -21,6 +21,9 @@ from ..upload import on_device
 from .blocks import BlockMask, BlockSpans
 from .latents import LatentHeads
 
+#: Makes keys of means `[blocks, key]` of blocks that begin at some places `[blocks]`.
+KeysOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -311,6 +314,12 @@ class Attention(ABC):
         kv_heads, top]`. Blocks of a row of at most `top` are not written: queries attend to all.
 
         q: `[tokens, kv_heads, key]`; cache: the indexer's keys, in halves behind keys and values: see `key_blocks`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no indexer of blocks; use attention torch")
+
+    def choose_means(self, q: torch.Tensor, cache: KvCache, blocks: KeyBlocks, keys_of: KeysOf) -> torch.Tensor:
+        """As `choose_blocks`, of blocks by the mean of their keys, `[tokens, kv_heads, top + 1]`, which all heads of
+        keys and values have alike: see `mean_blocks.chosen_means`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no indexer of blocks; use attention torch")
 

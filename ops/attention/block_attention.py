@@ -5,13 +5,16 @@ Tests: tests/ops/attention/test_key_blocks.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..upload import on_device
 from . import attention
-from .attention import KeyBlocks, KvCache, PagedAttention, Prefill, Scores
+from .attention import KeyBlocks, KeysOf, KvCache, PagedAttention, Prefill, Scores
 from .key_blocks import chosen_blocks
+from .mean_blocks import chosen_means
 
 
 class BlockAttention(PagedAttention):
@@ -22,19 +25,33 @@ class BlockAttention(PagedAttention):
 
     def choose_blocks(self, q: torch.Tensor, cache: KvCache, blocks: KeyBlocks) -> torch.Tensor:
         found = q.new_zeros(*q.shape[:2], blocks.top, dtype=torch.long)
-        top, dim = blocks.size * blocks.top, q.shape[2]
+        for tokens, rows, keys, own in self._index_keys(q, cache, blocks.size * blocks.top):
+            found[tokens] = chosen_blocks(rows, keys, own, blocks).flatten(0, 1)
+        return found
+
+    def choose_means(self, q: torch.Tensor, cache: KvCache, blocks: KeyBlocks, keys_of: KeysOf) -> torch.Tensor:
+        found = q.new_zeros(len(q), self._kv_heads, blocks.top + 1, dtype=torch.long)
+        for tokens, rows, keys, own in self._index_keys(q, cache, blocks.size * (blocks.top + 1) - 1):
+            found[tokens] = chosen_means(rows, keys, own, blocks, keys_of).flatten(0, 1)[:, None]
+        return found
+
+    def _index_keys(
+        self, q: torch.Tensor, cache: KvCache, top: int
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of rows with more than `top` tokens: the step's tokens, their queries `[rows, tokens, heads, key]`, the
+        indexer's keys `[rows, places, key]`, and the place of each token.
+        """
+        dim = q.shape[2]
         for prefill in self._prefills:
             if prefill.kv_len > top:
                 parts = (self._gather(each, prefill.pages, prefill.kv_len)[0] for each in (cache.k, cache.v))
                 keys = torch.cat([each.transpose(0, 1).flatten(1) for each in parts], 1)[None, :, :dim]
-                found[prefill.tokens] = chosen_blocks(q[prefill.tokens][None], keys, prefill.own, blocks)[0]
+                yield prefill.tokens, q[prefill.tokens][None], keys, prefill.own
         if len(self._decode_pages) and self._decode_places > top:
             first, count = self._first_decode_token, len(self._decode_pages)
             parts = (self._gather_decode(each, q.dtype).flatten(1) for each in (cache.k, cache.v))
             keys = torch.cat(list(parts), 1).view(count, self._decode_places, -1)[..., :dim]
-            own = on_device(self._decode_lens - 1, self._device)
-            found[first:] = chosen_blocks(q[first:, None], keys, own, blocks)[:, 0]
-        return found
+            yield slice(first, None), q[first:, None], keys, on_device(self._decode_lens - 1, self._device)
 
     def _attend_blocks(
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, chosen: torch.Tensor
@@ -66,8 +83,8 @@ class BlockAttention(PagedAttention):
             own = slice(first, first + most)
             seen = prefill.visible[own].expand(self._kv_heads, -1, -1)
             if scores.top_k is not None and prefill.kv_len > scores.top_k:
-                picked = torch.zeros(*chosen[own].shape[:2], count, dtype=torch.bool, device=q.device)
-                picked = picked.scatter_(2, chosen[own], True).repeat_interleave(scores.key_block, 2)
+                picked = torch.zeros(*chosen[own].shape[:2], count + 1, dtype=torch.bool, device=q.device)
+                picked = picked.scatter_(2, chosen[own], True)[..., :count].repeat_interleave(scores.key_block, 2)
                 seen = seen & picked[..., : prefill.kv_len].transpose(0, 1)
             found = _of_groups(q[own].transpose(0, 1), k, v, seen, scores.scale)
             if broken is not None:

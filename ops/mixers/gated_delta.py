@@ -74,6 +74,9 @@ class DeltaWeights(RecurrentWeights):
     bound: float = 0.0
     """The least logarithm of a channel's decay; 0: there is none."""
 
+    sigmoid_gates: bool | None = None
+    """Gates are sigmoids; None: if each channel has a decay."""
+
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """By chunks, on a GPU by a scan: `[tokens, v_heads · v_dim]`."""
         rows = rows.float()
@@ -94,7 +97,8 @@ class DeltaWeights(RecurrentWeights):
         x = mixed.unflatten(1, (v_heads, v_dim))
         first = self.conv.shape[1]
         z = rows[:, first : first + v_heads * v_dim].float().unflatten(1, (v_heads, v_dim))
-        gates = sigmoid(z) if self.by_channel else silu(z)
+        is_sigmoid = self.by_channel if self.sigmoid_gates is None else self.sigmoid_gates
+        gates = sigmoid(z) if is_sigmoid else silu(z)
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm * gates
         return x.flatten(1)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch.nn.functional import pad
@@ -82,6 +82,9 @@ class RecurrentWeights(ABC):
     """
 
     __slots__ = ()
+
+    further: ClassVar[bool] = False
+    """Its state is one of the further ones: see `StateShape.further`."""
 
     @property
     def part(self) -> StatePart:
@@ -200,8 +203,9 @@ class RecurrentWeights(ABC):
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
         own: Any = self
-        tensors = {each.name: getattr(own, each.name) for each in fields(own)}
-        return replace(own, **{name: it.to(device) for name, it in tensors.items() if isinstance(it, torch.Tensor)})
+        parts = {each.name: getattr(own, each.name) for each in fields(own)}
+        moved = (torch.Tensor, RecurrentWeights)
+        return replace(own, **{name: it.to(device) for name, it in parts.items() if isinstance(it, moved)})
 
 
 def convolve(x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

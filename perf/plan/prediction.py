@@ -187,7 +187,8 @@ def _state_bytes(model: ModelConfig) -> int:
     """Bytes of a sequence's recurrent states, which a step reads and writes."""
     if model.recurrent is None:
         return 0
-    return FLOAT_BYTES * model.recurrent.state_elems * model.num_recurrent_layers
+    further = 0 if model.lookup is None else model.lookup.state_elems * model.num_lookups
+    return FLOAT_BYTES * (model.recurrent.state_elems * model.num_recurrent_layers + further)
 
 
 def _arena(directory: Path, gpu: Gpu, weights: int, dtype: str) -> int:

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 from ..checkpoints.pull import PullError, resolve_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ...core.model.specs.attention import AttentionSpec
     from ...core.model.specs.config import ModelConfig
     from ...core.model.specs.feed_forward import Experts
+    from ...core.model.specs.layers import LayerSpec
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +119,13 @@ def _experts(experts: Experts) -> str:
     return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{shared}"
 
 
+def _verb(layers: Sequence[LayerSpec]) -> str:
+    """What layers do with a mixer that has a state."""
+    if any(layer.convolved is not None for layer in layers):
+        return "have, before attention,"
+    return "are" if all(layer.mixer_beside is None for layer in layers) else "have, beside attention,"
+
+
 def programs(directory: Path) -> list[str]:
     """What a checkpoint's layers compute. Raises UnsupportedModel if it would not be served."""
     from ...core.model.program.text import program_lines
@@ -166,8 +176,9 @@ def described(directory: Path) -> list[str]:
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
     if recurrent := model.recurrent:
-        verb = "are" if all(layer.mixer_beside is None for layer in model.layers) else "have, beside attention,"
-        lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
+        lines.append(f"{model.num_recurrent_layers} layers {_verb(model.layers)} {recurrent.described()}")
+    if (lookup := model.lookup) is not None:
+        lines.append(f"{model.num_lookups} layers have {lookup.described()}, in the host's memory")
     if blocks := [layer.block.first for layer in model.layers if layer.block]:
         shared = f"{len(set(blocks))} blocks of attention and a feed-forward part"
         lines.append(f"{len(blocks)} of them are behind one of {shared}, whose weights they share")

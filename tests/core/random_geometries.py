@@ -616,6 +616,79 @@ def _jetmoe(rng: random.Random) -> Fields:
     }
 
 
+def _qwen4_exp(rng: random.Random) -> Fields:
+    found, layers = _grouped(rng), rng.randint(2, 4)
+    head_dim, size, ratio = rng.choice((8, 16)), rng.choice((2, 3, 4)), rng.choice((2, 3, 5))
+    types = [rng.choice(("linear_attention", "indexed_attention")) for _ in range(layers - 1)]
+    types.insert(rng.randrange(layers), "linear_attention")
+    linear = [at + 1 for at, kind in enumerate(types) if kind == "linear_attention"]
+    heads, key_heads = (size - 1) * (per := rng.choice((1, 2))), rng.choice((1, 2))
+    return {
+        **found,
+        "intermediate_size": None,
+        "num_hidden_layers": layers,
+        "layer_types": types,
+        "head_dim": head_dim,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * rng.choice((1, 2)),
+        "linear_key_head_dim": rng.choice((8, 16)),
+        "linear_value_head_dim": rng.choice((8, 12)),
+        "linear_conv_kernel_dim": rng.choice((2, 4)),
+        "num_experts": rng.choice((3, 8)),
+        "num_experts_per_tok": rng.choice((1, 2)),
+        "hc_count": rng.choice((2, 3, 4)),
+        "hc_lowrank": rng.choice((6, 12)),
+        "ple_layer_ids": sorted(rng.sample(linear, rng.randint(0, len(linear)))),
+        "ple_embed_dim": heads * rng.choice((4, 6)),
+        "ple_conv_kernel_size": rng.choice((2, 3, 4)),
+        "ngram_size": size,
+        "heads_per_ngram": per,
+        "ngram_vocab_size_base": rng.choice((7, 60)),
+        "split_ngram_parts": rng.choice((1, 2, 4)),
+        "seed": rng.choice((0, 77)),
+        "indexer_n_heads": rng.choice((6, 8)),  # of few, many scores are 0, and transformers takes any of equal ones
+        "indexer_head_dim": rng.choice((16, 24)),
+        "indexer_budget": ratio * rng.choice((1, 3, 6)),
+        "indexer_compress_ratio": ratio,
+        "norm_topk_prob": rng.choice((True, False)),
+        "output_gate_type": rng.choice((None, "sigmoid")),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rng.choice((100.0, 10000.0)),
+            "partial_rotary_factor": rng.choice((0.5, 1.0)),
+        },
+    }
+
+
+def _zaya(rng: random.Random) -> Fields:
+    found = _grouped(rng)
+    layers = rng.randint(1, 4)
+    sizes = rng.choice(((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 4), (4, 3)))
+    return {
+        **found,
+        "num_hidden_layers": layers,
+        "head_dim": rng.choice((8, 12, 16)),
+        "layer_types": rng.choices(("hybrid", "hybrid_sliding"), k=layers),
+        "sliding_window": rng.choice((5, 16, 33)),
+        "cca_time0": sizes[0],
+        "cca_time1": sizes[1],
+        "num_experts": rng.choice((1, 2, 5, 8)),
+        "moe_intermediate_size": rng.choice((16, 24)),
+        "router_hidden_size": rng.choice((8, 12, 20)),
+        "attention_bias": False,
+        "lm_head_bias": rng.choice((True, False)),
+        "hidden_act": rng.choice(("silu", "gelu_pytorch_tanh")),
+        "rope_parameters": {
+            kind: {
+                "rope_type": "default",
+                "rope_theta": rng.choice((100.0, 10000.0)),
+                "partial_rotary_factor": rng.choice((0.5, 1.0)),
+            }
+            for kind in ("hybrid", "hybrid_sliding")
+        },
+    }
+
+
 def _diffllama(rng: random.Random) -> Fields:
     found = _grouped(rng)
     kv_heads = found["num_key_value_heads"] * 2
@@ -675,6 +748,8 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "bitnet": _bitnet,
     "dbrx": _dbrx,
     "jetmoe": _jetmoe,
+    "zaya": _zaya,
+    "qwen4-exp": _qwen4_exp,
     "diffllama": _diffllama,
     "openai-gpt": _openai,
 }

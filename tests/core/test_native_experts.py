@@ -30,7 +30,8 @@ from .tiny_mixtures import ADAPTERS, make_mixture
 
 pytestmark = [pytest.mark.native, pytest.mark.wide]
 
-#: Families with an indexer, gates over latents, bounded activations or experts of latents, which it does not compute.
+#: Families with what it does not compute: an indexer, gates over latents, bounded activations, experts of latents or of
+#: queries, mixtures added behind another layer, convolved heads.
 NOT_NATIVE = (
     "deepseek-v3.2",
     "glm-5",
@@ -44,6 +45,8 @@ NOT_NATIVE = (
     "nemotron-3-super",
     "longcat-flash",
     "jetmoe",
+    "zaya",
+    "qwen4-exp",
 )
 
 #: Families whose layers the native decoder computes.
@@ -53,7 +56,7 @@ WITH_EXPERTS = [
     for family, (_, changes, _) in RENAMED.items()
     if any("expert" in name for name in changes)
     and changes.get("num_experts") != 1
-    and not family.startswith(("longcat", "jetmoe"))  # mixtures added behind another layer; experts of queries
+    and not family.startswith(("longcat", "jetmoe", "zaya", "qwen4"))  # see `NOT_NATIVE`
 ]
 BITS = ["qwen3-moe-mixed", "glm-4-moe-groups", "qwen3.5-moe", "granite-4-h-moe", "deepseek-v2", "glm-4.7-flash"]
 """Layers with and without experts, groups of experts beside a shared one, recurrent states, and latents."""

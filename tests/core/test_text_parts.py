@@ -24,7 +24,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
 from .model.checkpoints.quantization.twins import weights
-from .tiny_families import BESIDE_TEXT, INDEXER, LATENT, LATENT_WINDOWS, YARN
+from .tiny_families import BESIDE_TEXT, INDEXER, LATENT, LATENT_WINDOWS, QWEN4_EXP, YARN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -274,6 +274,11 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
         {"image_size": 28, "patch_size": 14, **TOWER},
     ),
+    "Qwen4ExpForConditionalGeneration": (
+        "Qwen4ExpConfig",
+        {**QWEN4_EXP, "model_type": "qwen4_exp_text", "num_hidden_layers": 4, "eos_token_id": 2},
+        {"model_type": "qwen4_exp_vision", **QWEN_TOWER, "num_position_embeddings": 16},
+    ),
     "MiniCPMOcrForConditionalGeneration": (
         "MiniCPMOcrConfig",
         {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -476,7 +481,11 @@ WITH_TALKERS = {"Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForCondition
 #: images alone: see media/test_seeing_families.py.
 ELSEWHERE = {
     *("Gemma3nForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
-    *("Dots3NoteForCausalLM", "MiniMaxM3VLForCausalLM"),  # the text parts of others, in the table of paths
+    *(
+        "Dots3NoteForCausalLM",
+        "MiniMaxM3VLForCausalLM",
+        "Qwen4ExpForCausalLM",
+    ),  # the text parts of others, in the table of paths
 }
 
 

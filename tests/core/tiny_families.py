@@ -1014,6 +1014,23 @@ DEEPSEEK_EXPERTS = {
     "norm_topk_prob": True, "routed_scaling_factor": 1.5, "pad_token_id": 0,
 }  # fmt: skip
 
+QWEN4_EXP = {
+    "num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16, "hc_count": 3,
+    "hc_lowrank": 12, "ple_layer_ids": [1, 3], "ple_embed_dim": 24, "ple_conv_kernel_size": 3, "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4,
+    "indexer_n_heads": 6, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 12,
+    "indexer_compress_ratio": 4, "intermediate_size": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                        "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+
+ZAYA = {
+    "head_dim": 16, "num_hidden_layers": 3, "num_experts": 8, "moe_intermediate_size": 40, "router_hidden_size": 24,
+    "intermediate_size": None, "tie_word_embeddings": True,
+}  # fmt: skip
+
 #: Families whose layers others here have, too, under other names.
 RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-next": (
@@ -1257,6 +1274,26 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
                                                    "partial_rotary_factor": 0.5}}},
         "20KB",
     ),
+    "qwen4-exp": ("Qwen4ExpTextConfig", QWEN4_EXP, "50GB"),
+    "qwen4-exp-longer": (
+        "Qwen4ExpTextConfig",
+        {**QWEN4_EXP, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3,
+         "ple_layer_ids": [3], "ngram_size": 4, "heads_per_ngram": 1, "ple_embed_dim": 18, "ple_conv_kernel_size": 2,
+         "hc_count": 2, "output_gate_type": "sigmoid", "attention_bias": True, "indexer_n_heads": 5,
+         "indexer_budget": 6, "indexer_compress_ratio": 3, "tie_word_embeddings": True, "norm_topk_prob": False,
+         "num_key_value_heads": 1, "hidden_size": 48, "eos_token_id": [2, 3],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "20KB",
+    ),
+    "zaya": ("ZayaConfig", ZAYA, "50GB"),
+    "zaya-windows": (
+        "ZayaConfig",
+        {**ZAYA, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "sliding_window": 20, "cca_time0": 1,
+         "cca_time1": 3, "num_key_value_heads": 1, "num_attention_heads": 2, "lm_head_bias": True,
+         "tie_word_embeddings": False, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 48, "num_experts": 5,
+         "router_hidden_size": 12},
+        "20KB",
+    ),
     "jetmoe": (
         "JetMoeConfig",
         {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 8, "num_experts_per_tok": 3,
@@ -1347,8 +1384,18 @@ GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 OF_WINDOWS = [f"{each}@sliding" for each in (*LATENTS, "g_proj", "o_proj")]
-INDEXERS = ["indexer.wq_b", "indexer.wk", "indexer.weights_proj", "indexer.q_proj", "indexer.k_proj"]
+INDEXERS = [
+    "indexer.index_qk_proj",
+    "indexer.wq_b",
+    "indexer.wk",
+    "indexer.weights_proj",
+    "indexer.q_proj",
+    "indexer.k_proj",
+]
 BLOCKS = ["mamba.in_proj", "mamba.out_proj", "linear", "place_down", "place_up"]
+OF_STREAMS = [f"{part}_{own}" for part in ("attn", "mlp", "join") for own in ("down", "up", "give")]
+OF_STREAMS += ["key_proj", "value_proj"]
+CONVOLVED = ["v_proj_current", "v_proj_delayed", "router.fc1", "router.down_proj", "router.fc2"]
 BLOCKS += [f"{each}_place_{part}" for each in "qkv" for part in ("down", "up")]
 NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-1", "mamba-2", "falcon-mamba")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
@@ -1360,7 +1407,7 @@ ADAPTERS = {
         6,
         [
             *(*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj"),
-            *(*UNITS, *LATENTS, *OF_WINDOWS, *INDEXERS, "query_router", *MLP, *BLOCKS),
+            *(*UNITS, *LATENTS, *OF_WINDOWS, *INDEXERS, "query_router", *MLP, *BLOCKS, *CONVOLVED[:2]),
         ],
     ),
     "r8-qv": (
@@ -1384,6 +1431,8 @@ ADAPTERS = {
             "indexer.wk",
             "kv_b_proj@sliding",
             "indexer.k_proj",
+            *CONVOLVED[1:],
+            *OF_STREAMS,
         ],
     ),
     "r17-o-mlp": (
@@ -1451,7 +1500,9 @@ class Tiny:
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
         place = {"Llama4Router": 1, "JetMoeTopKGating": -1}.get(type(router).__name__, 0)  # scores of others may be 0
         scores = (output if isinstance(output, torch.Tensor) else output[place]).float()
-        if (corrected := getattr(router, "moe_statics", None)) is not None:
+        if (balances := getattr(router, "balancing_biases", None)) is not None:
+            scores = scores.softmax(-1) + balances
+        elif (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
             scores = (scores.softmax(-1) if hasattr(router, "classifier") else scores.sigmoid()) + correction
@@ -1551,6 +1602,12 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(("hc.scale", "hc_scale")):
                 parameter.uniform_(0.1, 0.5)
+            elif name.endswith("ple.conv1d.weight"):  # which begins with zeros
+                parameter.normal_(0, 0.4)
+            elif name.endswith(("states_bias", "residual_bias")):  # more would have all answers be alike
+                parameter.normal_(0, 0.05)
+            elif name.endswith(("states_scale", "residual_scale")):
+                parameter.uniform_(0.5, 1.5)
             elif name.endswith(("hc.base", "hc_base")):
                 parameter.normal_(0, 0.7)
             elif name.endswith("bias"):
@@ -1570,6 +1627,8 @@ def randomise(model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
+            elif name.endswith("balancing_biases"):  # transformers sets the last one to -1 when it loads a model
+                buffer.normal_(-0.9, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
 

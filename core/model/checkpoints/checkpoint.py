@@ -5,7 +5,7 @@ Tests: tests/core/model/weights/test_weight_loader.py
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,11 @@ class Checkpoint:
         if name in self._parts:
             return torch.cat([self._read(each, entry) for each, entry in self._parts[name].items()])[tuple(part)]
         return self._read(name, self._entries[name], part)
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensors whose rows follow one another in tensor `name`, in memory that the files map."""
+        for each, entry in (self._parts.get(name) or {name: self._entries[name]}).items():
+            yield self._read(each, entry)
 
     def _read(self, name: str, entry: TensorEntry, part: Sequence[slice] = ()) -> torch.Tensor:
         try:

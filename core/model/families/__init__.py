@@ -80,6 +80,7 @@ from . import (
     qwen2_moe,
     qwen3_5,
     qwen3_moe,
+    qwen4_exp,
     recurrent_gemma,
     sarvam,
     seed_oss,
@@ -90,6 +91,7 @@ from . import (
     starcoder2,
     step,
     zamba,
+    zaya,
 )
 
 ALL: tuple[Family, ...] = (
@@ -127,6 +129,7 @@ ALL: tuple[Family, ...] = (
     glm_moe.GLM_4_MOE,
     gpt_oss.GPT_OSS,
     qwen3_5.QWEN3_5_MOE,
+    qwen4_exp.QWEN4_EXP,
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
     deepseek.DEEPSEEK_V32,
@@ -180,6 +183,7 @@ ALL: tuple[Family, ...] = (
     jamba.JAMBA,
     zamba.ZAMBA,
     zamba.ZAMBA_2,
+    zaya.ZAYA,
     recurrent_gemma.RECURRENT_GEMMA,
     falcon_h1.FALCON_H1,
     nemotron_h.NEMOTRON_H,

@@ -269,6 +269,8 @@ def _what_kernels_lack(spec: Experts) -> str | None:
         return "mixture with a bias of its sum"
     if spec.idle:
         return "mixture with experts that give their input back"
+    if spec.skips:
+        return "mixture with an expert that gives nothing"
     if spec.shared_activation not in (None, spec.activation):
         return f"mixture of experts with {spec.activation}, whose shared expert has {spec.shared_activation}"
     return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
@@ -437,6 +439,9 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
+    if spec.skips:
+        is_skipped = experts >= spec.count
+        experts, factors = experts.masked_fill(is_skipped, 0), factors.masked_fill(is_skipped, 0)
     is_idle = experts >= spec.count if spec.idle else None
     experts = experts if is_idle is None else experts.masked_fill(is_idle, 0)
     outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches)

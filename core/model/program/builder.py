@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ....memory.pages.projections import NORM_GATES, Group
 from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate
 from ..specs.feed_forward import Experts, GatedSpec, LatentExperts, UngatedActivation
-from ..specs.indexer import IndexerSpec
+from ..specs.indexer import IndexerSpec, MeanIndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside
 from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.query_experts import QueryExperts
@@ -88,7 +88,7 @@ class LayerProgram:
     """Buffers that the mixers write."""
 
     earlier: LayerProgram | None = None
-    """What comes before it, where a layer's mixer has two parts: up to the first of them."""
+    """What comes before it, where a layer has several mixers, or one of two parts: up to the last one but its own."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -98,7 +98,7 @@ class LayerProgram:
     @property
     def segments(self) -> tuple[LayerProgram, ...]:
         """Programs of one mixer, or of one part of a mixer, each."""
-        return (self,) if self.earlier is None else (self.earlier, self)
+        return (self,) if self.earlier is None else (*self.earlier.segments, self)
 
 
 class LayerBuilder:
@@ -377,7 +377,8 @@ class LayerBuilder:
         """Attention; what chooses its tokens is appended before it."""
         if (blocks := mixer.block_indexer) is not None:
             self.reads.append(Kept("iq", (blocks.heads, blocks.key_dim)))
-            self._put(ChooseBlocks("iq", CHOSEN, mixer, blocks))
+            k_norm = "index_k_norm" if isinstance(blocks, MeanIndexerSpec) else None
+            self._put(ChooseBlocks("iq", CHOSEN, mixer, blocks, self.norm, k_norm))
             return Attend("q", "a", mixer, chosen=CHOSEN)
         if (latent := mixer.latent) is None:
             return Attend("q", "a", mixer)

@@ -11,6 +11,7 @@ import torch
 
 from ....memory.pages.projections import Group
 from ..specs.config import ModelConfig
+from ..specs.gated_streams import GatedStreamsSpec
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..weights.slots import JOINED, stream_slots
 from .builder import Kept
@@ -29,7 +30,8 @@ from .end_ops import (
     SplitStreams,
 )
 from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
-from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, STREAM, STREAMS, Gemm, Norm, Op, Replace, Scale, Sum
+from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Concat, Gemm, Norm, Op, Replace, Scale, Sum
+from .zaya_ops import ScaleEmbeddings
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -74,7 +76,7 @@ class EndPrograms:
 def end_programs(config: ModelConfig) -> EndPrograms:
     """The programs of a model's ends. config: of the model, or of a TP rank's share."""
     split, join = _streams(config)
-    final = Norm(STREAM, STATES, "norm", config.final_norm)
+    final = Norm(STREAM, STATES, "norm", config.final_norm) if config.has_last_norm else Concat((STREAM,), STATES)
     return EndPrograms(
         embed=tuple(_embed(config)),
         inputs=tuple(_inputs(config)),
@@ -92,6 +94,8 @@ def _streams(config: ModelConfig) -> tuple[list[Op], list[Op]]:
         take = "take" if hyper.joined else None
         join = [ConnectStreams(hyper, *JOINED, take="take")] if hyper.joined else []
         return [CopyToStreams(hyper.count)], [*join, SumStreams("joined", take), Replace(STREAM, "joined")]
+    if isinstance(gated := config.streams, GatedStreamsSpec):
+        return [CopyToStreams(gated.count)], []  # the last layer joins them
     if config.has_blocks:
         return [KeepEmbeddings()], []
     if (slots := stream_slots(config.streams)) is None:
@@ -112,6 +116,8 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
         found.append(Kept(CHOSEN, (top_k,), is_index=True))
     if any(layer.is_late for layer in config.layers):
         found.append(Kept(LATE, (config.hidden_size,)))
+    if config.experts is not None and config.experts.router_size:
+        found.append(Kept(ROUTED, (config.experts.router_size,)))
     return tuple(found)
 
 
@@ -130,6 +136,8 @@ def _embed(config: ModelConfig) -> list[Op]:
         found.append(EmbedMedia(STREAM, STREAM, config.media[0].first))
     if config.embedding_norm:
         found.append(Norm(STREAM, STREAM, "embed_norm", config.norm))
+    if config.scales_embeddings:
+        found.append(ScaleEmbeddings(STREAM))
     return found if config.vision is None else [*found, PlaceImages(STREAM, "embed")]
 
 

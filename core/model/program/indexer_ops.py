@@ -56,7 +56,8 @@ class Choose(Op):
 
 @dataclass(frozen=True, slots=True)
 class IndexBlocks(Op):
-    """Normalise and rotate a block indexer's queries, and the key of all its heads, and write that to its page.
+    """Normalise and rotate a block indexer's queries, and the key of all its heads, and write that to its page; keys as
+    they are made where blocks' means are scored.
 
     x: queries `[tokens, heads · key]`; key: `[tokens, key]`.
     """
@@ -78,14 +79,17 @@ class IndexBlocks(Op):
 @dataclass(frozen=True, slots=True)
 class ChooseBlocks(Op):
     """The blocks that a block indexer gives the highest scores, `[tokens, heads, top]`, for the queries of each
-    head of keys and values.
+    head of keys and values. k_norm: of the means of blocks' keys, where these are what is scored.
     """
 
     READS = ("q",)
     WRITES = ("out",)
     IS_CUT = True
+    SLOTS = ("k_norm",)
 
     q: str
     out: str
     attention: AttentionSpec
     indexer: BlockIndexerSpec
+    norm: NormSpec
+    k_norm: str | None = None

@@ -5,24 +5,32 @@ Tests: tests/core/model/program/test_builder.py
 
 from __future__ import annotations
 
+from ..specs.gated_streams import GatedStreamsSpec
+from ..specs.head_conv import HeadConvSpec
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import NormSpec
 from ..specs.shared_block import SharedBlock
 from .builder import LayerBuilder, LayerProgram
+from .convolved_builder import ConvolvedBuilder
+from .gated_builder import GatedBuilder
 from .other_builders import BlockBuilder, HyperBuilder, StreamBuilder
 
 
 def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
     """The program of a layer with norms of this kind. spec: of a TP rank's share."""
     builder = LayerBuilder(spec, norm)
-    match spec.block or spec.streams:
+    match spec.block or spec.streams or spec.convolved:
         case SharedBlock() as block:
             builder = BlockBuilder(spec, norm, block)
         case StreamsSpec() as streams:
             builder = StreamBuilder(spec, norm, streams)
         case HyperConnectionSpec() as streams:
             builder = HyperBuilder(spec, norm, streams)
+        case GatedStreamsSpec() as streams:
+            builder = GatedBuilder(spec, norm, streams)
+        case HeadConvSpec() as convolved:
+            builder = ConvolvedBuilder(spec, norm, convolved)
         case None:
             pass
     builder.build()

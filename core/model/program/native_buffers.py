@@ -26,6 +26,11 @@ _TITLES = {
     "NormHeads": "norm of each head's output",
     "NormScaled": "norm of a part's output that is scaled first",
     "AddGated": "gated residual stream",
+    "NormStreams": "residual of several streams",
+    "LookUp": "table of n-grams",
+    "AddScaled": "residual stream with learned factors",
+    "CarryRouted": "router that goes over layers",
+    "ScaleEmbeddings": "learned factor of embeddings",
 }
 
 

@@ -32,6 +32,9 @@ CHOSEN = "chosen"
 #: What a mixture of experts gives, up to the end of the next layer `[tokens, hidden]`.
 LATE = "late"
 
+#: What a router's small network begins with, for that of the next layer `[tokens, size]`.
+ROUTED = "routed"
+
 #: Further inputs of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
 INPUTS, FURTHER = "inputs", "input"
 

@@ -209,7 +209,7 @@ def _blocks_of_keys(op: IndexBlocks | ChooseBlocks) -> str:
     if isinstance(op, IndexBlocks):
         heads = f"{spec.heads} heads of {spec.key_dim}"
         return f"{heads}, each normalised, {_rope(spec.rope)}; writes a key for all heads"
-    return f"{spec.top} blocks of {spec.block} tokens by the highest score of each, first the last {spec.local}"
+    return f"{spec.top} blocks of {spec.block} tokens by {spec.scored_by}"
 
 
 _BLOCKS = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import (
     end_ops,
+    gated_ops,
     hyper_ops,
     indexer_ops,
     muse_ops,
@@ -17,9 +18,12 @@ from . import (
     query_ops,
     stream_ops,
     torch_ends,
+    torch_gated,
     torch_muse,
     torch_ops,
     torch_other_ops,
+    torch_zaya,
+    zaya_ops,
 )
 from .ops import Op
 from .torch_hyper import connect_streams, copy_to_streams, give_to_streams, sum_streams
@@ -73,6 +77,15 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     muse_ops.AddGated: torch_muse.add_gated,
     muse_ops.NormHeads: torch_muse.norm_heads,
     muse_ops.NormScaled: torch_muse.norm_scaled,
+    gated_ops.AddToStreams: torch_gated.add_to_streams,
+    gated_ops.GateLookup: torch_gated.gate_lookup,
+    gated_ops.LookUp: torch_gated.look_up,
+    gated_ops.MeanOfGated: torch_gated.mean_of_gated,
+    gated_ops.NormStreams: torch_gated.norm_streams,
+    gated_ops.StreamNumbers: torch_gated.stream_numbers,
+    zaya_ops.AddScaled: torch_zaya.add_scaled,
+    zaya_ops.CarryRouted: torch_zaya.carry_routed,
+    zaya_ops.ScaleEmbeddings: torch_zaya.scale_embeddings,
     end_ops.AddPositions: torch_ends.add_positions,
     end_ops.Cap: torch_ends.cap,
     end_ops.Embed: torch_ops.embed,

@@ -12,7 +12,7 @@ from ....ops.attention.attention import KeyBlocks, KvCache
 from ....ops.attention.key_blocks import halves_of
 from ....ops.elementwise.elementwise import Rotation, layer_norm, rotate
 from ..nvtx_spans import span
-from ..specs.indexer import IndexerSpec
+from ..specs.indexer import IndexerSpec, MeanIndexerSpec
 from .builder import Kept
 from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
 from .torch_step import OpContext, Run, Step, reader
@@ -74,11 +74,12 @@ def index_blocks(op: IndexBlocks, at: OpContext) -> Run:
     spec, model, kv, eps = op.indexer, at.model, at.model.kv_index[at.index], op.norm.eps
     queries, key_of, q_out = reader(op.x), reader(op.key), Kept(op.q, (spec.heads, spec.key_dim))
     q_norm, k_norm, head_dim = at.weights[op.q_norm], at.weights[op.k_norm], op.attention.head_dim
+    is_plain = isinstance(spec, MeanIndexerSpec)
 
     def run(step: Step) -> None:
         names, rotation = step.names, step.rotations[spec.rope]
         with span("attn.index"):
-            key = rotate(key_of(names)[:, None], rotation, k_norm, eps)[:, 0]
+            key = key_of(names) if is_plain else rotate(key_of(names)[:, None], rotation, k_norm, eps)[:, 0]
             places = step.batch.page[model.page_groups[kv]], step.batch.offset
             ends = [each[..., head_dim:] for each in model.arena.kv_layers[kv]]
             for end, part in zip(ends, halves_of(key, ends[0].shape[2:].numel()), strict=True):
@@ -93,6 +94,11 @@ def choose_blocks(op: ChooseBlocks, at: OpContext) -> Run:
     spec, mixer, model, kv = op.indexer, op.attention, at.model, at.model.kv_index[at.index]
     chooses, head_dim = mixer.top_k_within(model.max_model_len) is not None, mixer.head_dim
     blocks = KeyBlocks(spec.block, spec.top, spec.local)
+    k_norm = None if op.k_norm is None else at.weights[op.k_norm]
+
+    def keys_of(means: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
+        rotation = model.rotary[spec.rope].at(firsts)
+        return rotate(means[:, None], rotation, k_norm, op.norm.eps)[:, 0]
 
     def run(step: Step) -> None:
         if not chooses:
@@ -101,6 +107,9 @@ def choose_blocks(op: ChooseBlocks, at: OpContext) -> Run:
         with span("attn.index"):
             attention = step.batch.attention.of(model.page_groups[kv])
             k, v = (each[..., head_dim:] for each in model.arena.kv_layers[kv])
-            names[op.out] = attention.choose_blocks(names[op.q], KvCache(k, v), blocks)
+            if k_norm is None:
+                names[op.out] = attention.choose_blocks(names[op.q], KvCache(k, v), blocks)
+            else:
+                names[op.out] = attention.choose_means(names[op.q], KvCache(k, v), blocks, keys_of)
 
     return run

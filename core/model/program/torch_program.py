@@ -17,14 +17,14 @@ from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
 from .builder import Kept, LayerProgram
 from .ends import LOGITS, STATES, EndPrograms
-from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, STREAM, STREAMS, Add, Begin, End, Gemm, Moe, Op, name_of
+from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Add, Begin, End, Gemm, Moe, Op, name_of
 from .peepholes import fused, fused_layers
 from .torch_bind import bind
 from .torch_ops import Runs, run_ops, within_span
 from .torch_step import Bound, OpContext, Step, batch_of_parts
 
 #: Buffers that outlive a layer.
-_LASTING = frozenset({STREAM, STREAMS, INPUTS, EMBEDDED, CHOSEN, LATE})
+_LASTING = frozenset({STREAM, STREAMS, INPUTS, EMBEDDED, CHOSEN, LATE, ROUTED})
 
 #: What a GEMM reads that is run alone.
 _ALONE = "alone"

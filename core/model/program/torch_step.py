@@ -14,7 +14,7 @@ import torch
 
 from ....memory.pages.arena import Arena
 from ....ops.attention.attention import GroupedAttention
-from ....ops.elementwise.elementwise import Rotation
+from ....ops.elementwise.elementwise import RotaryEmbedding, Rotation
 from ....ops.elementwise.float8_kv import KvScales
 from ....ops.ranks.ranks import Collectives
 from ..batch import BY_LIBRARY, GemmBackends, StepBatch, StepStates
@@ -49,6 +49,9 @@ class Bound:
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
+
+    rotary: Mapping[RopeConfig, RotaryEmbedding] = field(default_factory=dict)
+    """Of all positions, by rope."""
 
 
 class Residual(NamedTuple):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ....memory.pages.layer_projections import (
     LatentWidths,
     attention_projections,
-    block_indexer_projections,
     indexer_projections,
     latent_projections,
     query_expert_projections,
@@ -235,7 +234,7 @@ class AttentionSpec:
     """Chooses these tokens; None: they are those of the last layer before it that has an indexer (GLM-5)."""
 
     block_indexer: BlockIndexerSpec | None = None
-    """Chooses the blocks of tokens that queries of a head of keys and values attend to (MiniMax-M3)."""
+    """Chooses the blocks of tokens that queries of a head of keys and values attend to (MiniMax-M3, Qwen4-Exp)."""
 
     value_dim: int | None = None
     """Elements of a head's value where they are fewer than its key's (MiMo-V2); None: as many. Pages have as many of
@@ -351,7 +350,7 @@ class AttentionSpec:
             gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
             inputs.append(gate)
         if (index := self.block_indexer) is not None:
-            inputs += block_indexer_projections(hidden, index.heads, index.key_dim)
+            inputs += index.projections(hidden)
         return (*inputs, output)
 
     def _latent_projections(self, hidden: int, latent: LatentSpec) -> tuple[Projection, ...]:

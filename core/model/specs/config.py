@@ -22,8 +22,10 @@ from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
+from .gated_streams import GatedStreamsSpec
 from .hyper_connections import HyperConnectionSpec
 from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec, ropes_of
+from .ngrams import NgramSpec
 from .norms import NormSpec
 from .positions import PositionTable
 from .recurrent import RecurrentSpec
@@ -69,8 +71,14 @@ class ModelConfig:
     (nanochat, BLOOM).
     """
 
+    has_last_norm: bool = True
+    """False: nothing is normalised after all layers (Qwen4-Exp)."""
+
     last_norm: NormSpec | None = None
     """The norm after all layers, where its eps is another one (Muse Glimmer); None: as `norm`."""
+
+    scales_embeddings: bool = False
+    """Embeddings have a learned factor and a learned summand of each element (ZAYA)."""
 
     embedding_rows_eps: float | None = None
     """The eps of a norm of each token's embedding, without weights, to whose output adapters add: rows are normalised
@@ -221,6 +229,16 @@ class ModelConfig:
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
+    def lookup(self) -> NgramSpec | None:
+        """The first table of n-grams that a layer has; others have other rows alone. None where no layer has one."""
+        return next((layer.lookup for layer in self.layers if layer.lookup is not None), None)
+
+    @property
+    def num_lookups(self) -> int:
+        """Layers with such a table."""
+        return sum(layer.lookup is not None for layer in self.layers)
+
+    @property
     def num_recurrent_layers(self) -> int:
         """Layers with a state."""
         return sum(layer.recurrent is not None for layer in self.layers)
@@ -292,7 +310,7 @@ class ModelConfig:
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @property
-    def streams(self) -> StreamsSpec | HyperConnectionSpec | None:
+    def streams(self) -> StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None:
         """The streams of the residual, in all layers; None where it is one."""
         return self.layers[0].streams
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ....memory.pages.layer_projections import gated_projections, mixture_projections
+from ....memory.pages.layer_projections import gated_projections, mixture_projections, router_projections
 from ....memory.pages.projections import Group, Projection
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
@@ -195,6 +195,16 @@ class Experts:
     idle: int = 0
     """Further experts, behind the others, that give their input back (LongCat-Flash)."""
 
+    skip_correction: float | None = None
+    """The router's correction of one further expert, behind the others, that gives nothing; a checkpoint's own has no
+    effect (ZAYA). None: there is none.
+    """
+
+    router_size: int = 0
+    """Width of what the router takes: a small network makes it of the layer's input, and of what the network of the
+    layer before began with (ZAYA). 0: it takes the layer's input.
+    """
+
     has_fixed_router: bool = False
     """Adapters don't change the router, whatever tensors they have of it (LongCat-Flash)."""
 
@@ -202,6 +212,11 @@ class Experts:
     """Images are served; else the further experts stay unread."""
 
     bias = False
+
+    @property
+    def biased_paths(self) -> list[str]:
+        """Paths of the projections before the router that have biases."""
+        return [each.path for each in router_projections(1, self.router_size)] if self.router_size else []
 
     @property
     def of_images(self) -> Experts:
@@ -233,7 +248,12 @@ class Experts:
     @property
     def choices(self) -> int:
         """Experts that a router chooses among."""
-        return self.count + self.idle
+        return self.count + self.idle + self.skips
+
+    @property
+    def skips(self) -> bool:
+        """True if one further expert gives nothing."""
+        return self.skip_correction is not None
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`; those of experts are of each one."""
@@ -243,9 +263,19 @@ class Experts:
         found = mixture_projections(hidden, self.count, self.size, self.shared_size, **own)
         if self.has_fixed_router:
             found = tuple(each for each in found if each.group is not Group.ROUTER)
+        found = self._routed(found, hidden)
         is_wide = (each.group is Group.EXPERT_GATE_UP and self.idle > 0 for each in found)
         every = zip(found, is_wide, strict=True)
         return tuple(replace(each, experts=self.choices) if wide else each for each, wide in every)
+
+    def _routed(self, found: tuple[Projection, ...], hidden: int) -> tuple[Projection, ...]:
+        """The same with the router's own widths, and what stands before it."""
+        size = self.router_size
+        if not size and not self.skips:
+            return found
+        router = {"inputs": size or hidden, "outputs": self.choices}
+        own = tuple(replace(each, **router) if each.group is Group.ROUTER else each for each in found)
+        return (*own, *router_projections(hidden, size)) if size else own
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ....memory.pages.layer_projections import block_indexer_projections, mean_indexer_projections
+from ....memory.pages.projections import Projection
 from .rope_config import RopeConfig
 
 
@@ -98,6 +100,43 @@ class BlockIndexerSpec:
         """Tokens of all blocks that are chosen."""
         return self.block * self.top
 
+    @property
+    def scored_by(self) -> str:
+        """By what blocks are chosen, for users."""
+        return f"the highest score of each, first the last {self.local}"
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return block_indexer_projections(hidden, self.heads, self.key_dim)
+
     def share(self, size: int) -> BlockIndexerSpec:
         """One of `size` ranks' share."""
         return replace(self, heads=max(1, self.heads // size))
+
+
+@dataclass(frozen=True, slots=True)
+class MeanIndexerSpec(BlockIndexerSpec):
+    """The indexer of Qwen4-Exp, likewise: all queries of a token attend to the same blocks, whole ones that it sees.
+
+    A block's score is `Σ_h relu(q[t, h] · k) · key_dim^-0.5`, where k is the mean of its tokens' keys, normalised and
+    rotated as its first token. The tokens behind the last whole block are attended to in any case. Keys are kept as
+    they are made. `local` has no effect.
+    """
+
+    @property
+    def top_k(self) -> int:
+        """Tokens of all blocks that are chosen, and the most behind the last whole one."""
+        return self.block * (self.top + 1) - 1
+
+    @property
+    def scored_by(self) -> str:
+        """See `BlockIndexerSpec.scored_by`."""
+        return "the mean of each, and those behind the last whole one"
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return mean_indexer_projections(hidden, self.heads, self.key_dim)
+
+    def share(self, size: int) -> MeanIndexerSpec:
+        """All of it: every rank chooses the same blocks."""
+        return self

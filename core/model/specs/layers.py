@@ -27,7 +27,10 @@ from ....memory.pages.layer_projections import (
 from ....memory.pages.projections import Projection
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
+from .gated_streams import GatedStreamsSpec
+from .head_conv import HeadConvSpec
 from .hyper_connections import HyperConnectionSpec
+from .ngrams import NgramSpec
 from .norms import NormGates, Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
@@ -172,10 +175,27 @@ class LayerSpec:
     block: SharedBlock | None = None
     """The layer's attention and its gated feed-forward part are a block before its mixer."""
 
+    convolved: HeadConvSpec | None = None
+    """Makes the queries, keys and values of the layer's attention (ZAYA)."""
+
+    scales_residual: bool = False
+    """What a part adds and the residual stream have learned factors and summands of each element: see
+    `program.zaya_ops.AddScaled` (ZAYA).
+    """
+
+    takes_routed: bool = False
+    """What its mixture's router begins with goes on from the layer before: see `Experts.router_size`."""
+
     media_part: int = 0
     """The part of images' rows that is added to the residual stream behind the layer; 0: none is. See `MediaRows`."""
 
-    streams: StreamsSpec | HyperConnectionSpec | None = None
+    lookup: NgramSpec | None = None
+    """A table whose rows are added to the layer's streams, before its parts (Qwen4-Exp)."""
+
+    joins: bool = False
+    """Its streams are joined behind it: see `GatedStreamsSpec`."""
+
+    streams: StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None = None
     """None: the residual is one stream. A layer of several is whole; with a `StreamsSpec` it has `Norms.AROUND` and a
     further input.
     """
@@ -216,6 +236,8 @@ class LayerSpec:
         """The mixer with a state, alone, beside attention or behind a block."""
         if (own := self.mixer_beside or self.block) is not None:
             return own.mixer
+        if self.convolved is not None:
+            return self.convolved
         return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
@@ -239,6 +261,10 @@ class LayerSpec:
             return "heads are subtracted from others, which other ranks would have"
         if self.experts is not None and self.experts.idle:
             return "experts that give their input back would be added by every rank"
+        if self.convolved is not None:
+            return "half of all heads' values are those of the token before, which other ranks would have"
+        if isinstance(self.streams, GatedStreamsSpec):
+            return "gates of several streams and tables of n-grams are made of all streams"
         return None
 
     @property
@@ -256,6 +282,8 @@ class LayerSpec:
         if (mixer := self.attention) is not None:
             found += mixer.biased_inputs if mixer.qkv_bias else []
             found += ["self_attn.o_proj"] if mixer.o_bias else []
+        if self.experts is not None:
+            found += self.experts.biased_paths
         if self.recurrent is not None:
             found += self.recurrent.biased if self.block is None else self.block.biased
         return frozenset(found)
@@ -268,9 +296,14 @@ class LayerSpec:
         further += input_projections(hidden, self.input_size) if self.input_size else ()
         further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
         further += () if self.streams is None else self.streams.projections(hidden)
+        if isinstance(self.streams, GatedStreamsSpec) and self.joins:
+            further += self.streams.join_projections(hidden)
+        further += () if self.lookup is None else self.lookup.projections(hidden)
         if (gates := self.norm_gates) is not None:
             further += norm_gate_projections(hidden, gates.rank, gates.norms)
         parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
+        if self.convolved is not None:
+            parts[0] = (*self.convolved.projections(hidden), parts[0][-1])
         return (*chain(*parts), *further)
 
     def share(self, size: int) -> LayerSpec:

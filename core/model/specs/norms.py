@@ -30,6 +30,9 @@ class Norms(StrEnum):
     BEHIND = "behind the additions"
     """`x = norm(x + mixer(x)); x = norm_2(x + feed_forward(x))`: OpenAI GPT."""
 
+    NONE = "none"
+    """`x += f(x)`: what takes of several streams has the norms (Qwen4-Exp)."""
+
     BEHIND_MIXER = "behind the mixer's addition"
     """`x = norm(x + mixer(x)); x += feed_forward(x)`: OpenAI GPT's last layer, whose other norm is the model's."""
 

@@ -207,6 +207,9 @@ class GatedDeltaSpec(RecurrentSpec):
     bound: float = 0.0
     """The least logarithm of a decay, below 0: logarithms are that much times a sigmoid. 0: there is none."""
 
+    sigmoid_gates: bool = False
+    """Gates of the output are sigmoids, rather than silu (Qwen4-Exp)."""
+
     @property
     def by_channel(self) -> bool:
         """True if each channel of a key has a decay; else each head has one."""
@@ -253,7 +256,7 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def no_native(self) -> str | None:
         """See `RecurrentSpec.no_native`."""
-        return "decays with a bound" if self.bound else None
+        return "decays with a bound" if self.bound else "gates of sigmoids" if self.sigmoid_gates else None
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
@@ -281,7 +284,13 @@ class GatedDeltaSpec(RecurrentSpec):
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
         others = found["dt_bias"], found["A_log"], found["norm.weight"]
         return DeltaWeights(
-            _taps(found["conv1d.weight"]), *others, self.eps, self.beta, by_channel=self.by_channel, bound=self.bound
+            _taps(found["conv1d.weight"]),
+            *others,
+            self.eps,
+            self.beta,
+            by_channel=self.by_channel,
+            bound=self.bound,
+            sigmoid_gates=self.sigmoid_gates or self.by_channel,
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
@@ -319,7 +328,7 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def launch(self, layout: StateLayout) -> Callable[..., None] | None:
         """See `RecurrentSpec.launch`. The kernel has no factor of new values, and no decays of channels."""
-        if self.beta != 1.0 or self.by_channel:
+        if self.beta != 1.0 or self.by_channel or self.sigmoid_gates:
             return None
         from ....ops.mixers.gated_delta import step_in_pages
         from ....ops.mixers.gated_delta_schedule import StepConstants

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ....memory.files.layer_numbers import LayerNumbers
+from ....memory.files.layer_numbers import Renumbers
 from ....memory.files.module_paths import StackedSides
 
 #: Where Llama's layers have their norms; the other parts are named as in `weights.tensor_shapes`.
@@ -95,8 +95,10 @@ class TensorNames:
     shared block's place. A checkpoint that has the part under its own name has it there. A part with the end of its
     tensor's name, such as `mlp.gate.e_score_correction_bias`, is that tensor alone."""
 
-    numbers: LayerNumbers | None = None
-    """How layers are numbered where several stand under one number; None: each has its own."""
+    numbers: Renumbers | None = None
+    """How layers are numbered where several stand under one number, or what of the last one is behind all; None: each
+    layer has its number, and all of its parts.
+    """
 
     older: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A part of a layer → its name, or names, in checkpoints that don't have it under that of `names`; as there, also

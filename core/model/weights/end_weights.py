@@ -35,9 +35,12 @@ def end_weights(
     found: dict[str, Any] = {"embed": embed, "head": embed}
     if packs or head is not table:
         found["head"] = plain(head, table.dtype) if kept is None else kept(head)
-    found["norm"] = moved_norm(weights.norm(), config.final_norm, device, dtype)
+    if config.has_last_norm:
+        found["norm"] = moved_norm(weights.norm(), config.final_norm, device, dtype)
     if (norm := weights.embedding_norm()) is not None:
         found["embed_norm"] = moved_norm(norm, config.norm, device, dtype)
+    if (scales := weights.embed_scales()) is not None:
+        found["embed_scales"] = scales.to(device, dtype)
     if (bias := weights.lm_head_bias()) is not None:
         found["head_bias"] = bias.to(device)
     if (positions := weights.position_table()) is not None:

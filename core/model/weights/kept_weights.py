@@ -94,6 +94,8 @@ def moved(
                 return keep_experts(part) if name in (EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS) else part.to(device)
             case Keep.FLOAT32:
                 return part.to(device)
+            case Keep.TABLE:
+                return part.on(device)
             case Keep.NORM:
                 return moved_norm(part, norm, device, dtype)
         if isinstance(part, NarrowWeight | RoundingWeight) or part.is_mkldnn:

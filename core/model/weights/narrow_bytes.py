@@ -129,7 +129,7 @@ class _Counts:
     def _slots(self) -> Iterator[tuple[str, Slot, list[SlotTensor]]]:
         """The rank's slots, with the parts of each: those that a checkpoint has, and numbers beside them."""
         every = ((at, slot) for at, slot in slots_of(self.config) if not (slot.first_rank and self.shard.rank))
-        kept = ((at, slot) for at, slot in every if slot.keep is not Keep.UNUSED)
+        kept = ((at, slot) for at, slot in every if slot.keep not in (Keep.UNUSED, Keep.TABLE))
         return (
             (at, slot, [part for part in slot.tensors if not part.made or slot.keep is Keep.PLAIN]) for at, slot in kept
         )

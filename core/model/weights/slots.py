@@ -18,7 +18,9 @@ from typing import NamedTuple
 from ....memory.pages.projections import (
     NORM_GATES,
     PLACE_GROUPS,
+    ROUTER_GROUPS,
     SMALL_GROUPS,
+    STREAM_GATES,
     Group,
     Projection,
     sections_of,
@@ -27,9 +29,11 @@ from ....memory.pages.projections import (
 from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.gated_streams import GatedStreamsSpec
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec, StreamsSpec
+from ..specs.ngrams import TABLE
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..specs.shared_block import SharedBlock
@@ -68,6 +72,11 @@ MATRICES = {
     Group.PLACE_MLP_DOWN: "place_mlp_down",
     Group.PLACE_MLP_UP: "place_mlp_up",
     Group.PLACE_OUT: "place_out",
+    Group.ROUTER_DOWN: "router_down",
+    Group.ROUTER_FIRST: "router_first",
+    Group.ROUTER_SECOND: "router_second",
+    **{group: f"streams_{group.name.lower()}" for groups in STREAM_GATES.values() for group in groups},
+    Group.LOOKUP_IN: "lookup_in",
 }
 
 #: Those which adapters may be merged into.
@@ -76,6 +85,9 @@ MERGED_MATRICES = {int(group): name for group, name in MATRICES.items() if group
 #: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
 #: `image_experts.…` of that of images' positions, `query_experts.…` of experts of queries.
 RECURRENT, EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS = "recurrent", "experts", "image_experts", "query_experts"
+
+#: Likewise `lookup.…` of a table of n-grams, beside the table itself.
+LOOKUP, LOOKUP_TABLE = "lookup", "lookup_table"
 
 #: Norms that a layer may have around its parts, by where they stand.
 _NORMS = {
@@ -87,6 +99,7 @@ _NORMS = {
     Norms.BEHIND: ("attention_out_norm", "mlp_out_norm"),
     Norms.BEHIND_MIXER: ("attention_out_norm",),
     Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
+    Norms.NONE: (),
 }
 
 #: Hyper-connections of a layer's two parts, and the slots of their matrix, base and scale: see `HyperConnectionSpec`.
@@ -94,6 +107,9 @@ CONNECTIONS = {f"{part}_hc": (f"{part}_hyper", f"{part}_hyper_base", f"{part}_hy
 
 #: Those of what joins the streams behind all layers.
 JOINED = ("hyper_head", "hyper_head_base", "hyper_head_scale")
+
+#: Learned factors and summands of what a part adds, and of the residual stream, by transformers' names.
+RESIDUAL_SCALES = ("hidden_states_scale", "hidden_states_bias", "residual_scale", "residual_bias")
 
 #: Parameters of xIELU, each one number.
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
@@ -118,6 +134,9 @@ class Keep(Enum):
     """In the model's dtype."""
 
     FLOAT32 = auto()
+
+    TABLE = auto()
+    """In the host's memory, as the checkpoint's files map it: see `RowTable`."""
 
     UNUSED = auto()
     """A checkpoint has it, and no op reads it."""
@@ -199,7 +218,7 @@ class StreamSlots(NamedTuple):
     joined: tuple[str, ...]
 
 
-def stream_slots(streams: StreamsSpec | HyperConnectionSpec | None) -> StreamSlots | None:
+def stream_slots(streams: StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None) -> StreamSlots | None:
     """The slots of a model's own matrices of several streams; None: no matrix makes its streams."""
     if not isinstance(streams, StreamsSpec):
         return None
@@ -295,9 +314,17 @@ class _Layer:
             yield self._vector("router_norm", "router.scale", Keep.NORM, self._hidden**-0.5)
         if spec.experts is not None:
             yield from self._mixture(spec.experts)
+        yield from self._of_additions(spec)
+
+    def _of_additions(self, spec: LayerSpec) -> Iterator[Slot]:
+        """Learned factors where parts are added."""
         if spec.residual_temperature is not None:
             for name, part in (("attention_gate", "attention"), ("mlp_gate", "feedforward")):
                 yield self._vector(name, f"post_{part}_residual_gate.gate", Keep.FLOAT32)
+        if spec.scales_residual:
+            for part in ("attention", "mlp"):
+                paths = (f"post_{part}_residual_scale.{each}" for each in RESIDUAL_SCALES)
+                yield Slot(f"{part}_residual", tuple(SlotTensor(it, (self._hidden,)) for it in paths), Keep.PLAIN)
 
     def _further(self) -> Iterator[Slot]:
         """Of the layer's further input, and its factor."""
@@ -344,8 +371,11 @@ class _Layer:
             made = SlotTensor("", (inputs.outputs,), _rows(inputs), made=second.section_factors)
             yield Slot("beside_factors", (made,), Keep.PLAIN)
         yield from self._matrices(Group.BESIDE_OUT)
-        if isinstance(streams := self._spec.streams, StreamsSpec):
+        streams = self._spec.streams
+        if isinstance(streams, StreamsSpec):
             yield from self._of_streams(streams)
+        elif isinstance(streams, GatedStreamsSpec):
+            yield from self._of_gates(streams)
         elif streams is not None:
             yield from self._of_connections(streams)
 
@@ -360,6 +390,22 @@ class _Layer:
             yield Slot(f"stream_{name}", (tensor,), Keep.PLAIN)
         keep = Keep.PLAIN if streams.scaled else Keep.UNUSED
         yield self._vector("stream_scale", "altup.correct_output_scale", keep)
+
+    def _of_gates(self, streams: GatedStreamsSpec) -> Iterator[Slot]:
+        """Of what takes of several streams, and of a table that is added to them."""
+        width = (streams.count * self._hidden,)
+        for part, groups in STREAM_GATES.items():
+            if part != "join" or self._spec.joins:
+                yield Slot(f"{part}_streams_norm", (SlotTensor(f"streams.{part}_norm.weight", width),), Keep.NORM)
+                yield from self._matrices(*groups)
+        if (lookup := self._spec.lookup) is None:
+            return
+        yield from self._matrices(Group.LOOKUP_IN)
+        for name in ("norm_key", "norm_query", "norm_conv"):
+            yield Slot(f"lookup_{name}", (SlotTensor(f"ple.{name}.weight", width),), Keep.NORM)
+        for path, tensor in lookup.tensors.items():
+            yield Slot(f"{LOOKUP}.{path}", (SlotTensor(path, tensor.shape),), Keep.FLOAT32)
+        yield Slot(LOOKUP_TABLE, (SlotTensor(TABLE, lookup.table_shape),), Keep.TABLE)
 
     def _of_connections(self, hyper: HyperConnectionSpec) -> Iterator[Slot]:
         """Of the hyper-connections of both parts: see `CONNECTIONS`."""
@@ -376,7 +422,8 @@ class _Layer:
                 yield Slot(f"{EXPERTS}.{name}", (SlotTensor(path, shape),), Keep.FLOAT32)
 
         routing, count = spec.routing, (spec.choices,)
-        yield from small("router", "mlp.gate.weight", *count, self._hidden)
+        yield from self._before_router(spec.router_size)
+        yield from small("router", "mlp.gate.weight", *count, spec.router_size or self._hidden)
         yield self._of_experts("gate_up", Group.EXPERT_GATE_UP, spec.count)
         yield self._of_experts("down", Group.EXPERT_DOWN, spec.count)
         yield from small("correction", CORRECTION, *count, has=routing.corrected)
@@ -399,6 +446,14 @@ class _Layer:
             yield self._bias_of_sum("experts_bias", "mlp.bias")
         if spec.image_size:
             yield from self._of_images(spec)
+
+    def _before_router(self, size: int) -> Iterator[Slot]:
+        """Of the small network before the router, of this width; 0: there is none."""
+        yield from self._matrices(*ROUTER_GROUPS)
+        if size:
+            yield Slot("routed_norm", (SlotTensor("mlp.router.norm.weight", (size,)),), Keep.NORM)
+        if self._spec.takes_routed:
+            yield Slot("routed_scale", (SlotTensor("mlp.router.states_scale", (size,)),), Keep.PLAIN)
 
     def _of_images(self, spec: Experts) -> Iterator[Slot]:
         """Of the experts of images' positions, whose numbers go on behind the others'."""

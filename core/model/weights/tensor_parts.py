@@ -31,6 +31,9 @@ STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembe
 #: What joins the streams of hyper-connections: see `HyperConnectionSpec.joined`.
 HYPER_HEAD = ("model.hc_head.hc_fn", "model.hc_head.hc_base", "model.hc_head.hc_scale")
 
+#: Learned factor and summand of embeddings' elements: see `ModelConfig.scales_embeddings`.
+EMBED_SCALES = ("model.input_hidden_states_scale", "model.input_hidden_states_bias")
+
 POSITIONS, EMBED_NORM = "model.position_table.weight", "model.embed_norm.weight"
 
 #: Logarithms of factors of the rope's frequencies.
@@ -59,7 +62,7 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     """The parts of a model that are of no layer, by name; a tied `lm_head.weight` is not among them."""
     vocab, hidden = config.vocab_size, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBED: (vocab, hidden)}
-    for norm in (NORM, EMBED_NORM) if config.embedding_norm else (NORM,):
+    for norm in (NORM,) * config.has_last_norm + (EMBED_NORM,) * config.embedding_norm:
         if not config.norm.weightless:
             shapes |= dict.fromkeys((norm, bias_of(norm)) if config.norm.biased else (norm,), (hidden,))
     if not config.tie_word_embeddings:
@@ -67,6 +70,8 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     if config.head_bias and config.has_lm_head:
         shapes[LM_HEAD_BIAS] = (vocab,)
     shapes |= _of_positions(config)
+    if config.scales_embeddings:
+        shapes |= dict.fromkeys(EMBED_SCALES, (hidden,))
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
@@ -151,7 +156,7 @@ class Source(NamedTuple):
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `parts_of`."""
     tensors = config.tensors.of(names)
-    first = tensors.embeddings if config.norm.weightless else tensors.norm
+    first = tensors.norm if config.has_last_norm and not config.norm.weightless else tensors.embeddings
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}

@@ -50,6 +50,7 @@ _NAMED = 6
 #: Constants of old checkpoints: rotary frequencies, and causal masks.
 _IGNORED = re.compile(
     r"\.(self_attn|attention)\.rotary_emb\.inv_freq$|\.(attention|attn)\.((masked_)?bias|causal_mask)$"
+    r"|\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets))$"
 )
 
 
@@ -297,6 +298,16 @@ class WeightLoader(Weights):
         rows = torch.tensor(units.rows()[start:stop])
         first = int(rows.min())
         return slice(first, int(rows.max()) + 1), rows - first
+
+    def _factors(self, table: str) -> torch.Tensor | None:
+        around, _, _ = self._sources[table].name.rpartition(".ngram_embedding.")
+        if (name := f"{around}.layer_multipliers") not in self._checkpoint:
+            return None
+        return self._checkpoint.read(name).long()
+
+    def _table(self, name: str) -> tuple[torch.Tensor, ...]:
+        self._advance(name)
+        return tuple(self._checkpoint.parts(self._sources[name].name))
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
         if pack is not None and self.plan.reads_narrow and (found := self._scaled(names, self.plan.reads)) is not None:

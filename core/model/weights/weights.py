@@ -6,7 +6,7 @@ Tests: tests/core/model/weights/test_weight_loader.py, tests/core/model/weights/
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +22,31 @@ from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInput
 from ..moe.experts import ExpertPack, ListedExperts
 from ..moe.query_matrices import ListedQueries
 from ..specs.config import ModelConfig
+from ..specs.layers import LayerSpec
+from ..specs.ngrams import FACTORS, TABLE
 from ..specs.norms import NormSpec
 from ..specs.positions import sinusoids
 from .layer_weights import LayerWeights
 from .narrow_bytes import kept_bytes
+from .row_table import RowTable
 from .shard import WHOLE, Shard
-from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
+from .slots import (
+    EXPERTS,
+    IMAGE_EXPERTS,
+    LOOKUP,
+    QUERY_EXPERTS,
+    RECURRENT,
+    Keep,
+    Part,
+    Slot,
+    SlotTensor,
+    shard_shape,
+    slots,
+)
 from .tensor_parts import (
     EMBED,
     EMBED_NORM,
+    EMBED_SCALES,
     HYPER_HEAD,
     INPUT_NORM,
     INPUT_PROJECTION,
@@ -150,6 +166,12 @@ class Weights(ABC):
         """What joins the streams of hyper-connections behind all layers, float32: see `HYPER_HEAD`."""
         return tuple(self._read(name, dtype=torch.float32) for name in HYPER_HEAD)
 
+    def embed_scales(self) -> torch.Tensor | None:
+        """The learned factor and summand of embeddings, `[2, hidden]`; None where there are none."""
+        if not self._config.scales_embeddings:
+            return None
+        return self._read(*EMBED_SCALES).view(2, -1)
+
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
         return self._projection([f"{self._at(layer, f'{path}.weight')}{path}.weight"], None)
@@ -222,10 +244,18 @@ class Weights(ABC):
             if value is not None:
                 part, _, name = slot.name.partition(".")
                 (parts.setdefault(part, {}) if name else found)[name or part] = value
+        return found | self._objects(at, spec, parts)
+
+    def _objects(self, at: str, spec: LayerSpec, parts: Mapping[str, dict[str, Any]]) -> LayerWeights:
+        """What the slots of parts make together. at: the beginning of names. parts: the weights of each, by slot."""
+        found: dict[str, Any] = {}
         if RECURRENT in parts and spec.recurrent is not None:
             found[RECURRENT] = spec.recurrent.share(self._shard.size).weights(parts[RECURRENT])
+        if LOOKUP in parts and spec.lookup is not None:
+            own = self._factors(at + TABLE)
+            found[LOOKUP] = spec.lookup.weights({**parts[LOOKUP], **({} if own is None else {FACTORS: own})})
         if EXPERTS in parts:
-            found[EXPERTS] = ListedExperts(**parts[EXPERTS])
+            found[EXPERTS] = _experts(spec, ListedExperts(**parts[EXPERTS]))
         if QUERY_EXPERTS in parts:
             found[QUERY_EXPERTS] = ListedQueries(**parts[QUERY_EXPERTS])
         if IMAGE_EXPERTS in parts:
@@ -256,6 +286,8 @@ class Weights(ABC):
                 return pack_expert(self._expert(names, pack_expert.keeps))
             case Keep.EXPERT | Keep.DENSE:
                 return self._projection(names, None)
+            case Keep.TABLE:
+                return RowTable(self._table(names[0]))
             case Keep.NORM if slot.factor is not None:
                 return self._read(*names, dtype=torch.float32) * slot.factor
             case Keep.NORM:
@@ -263,6 +295,15 @@ class Weights(ABC):
             case Keep.PLAIN | Keep.FLOAT32 if any(each.made for each in tensors):
                 return self._partly_made(at, tensors)
         return self._read(*names, dtype=torch.float32 if slot.keep is Keep.FLOAT32 else None)
+
+    def _factors(self, table: str) -> torch.Tensor | None:
+        """The factors of tokens in hashes that the checkpoint has beside a table, int64; None: they are made."""
+        del table
+        return None
+
+    def _table(self, name: str) -> tuple[torch.Tensor, ...]:
+        """A tensor whose rows steps fetch, in parts one below the other."""
+        return (self._read(name),)
 
     def _partly_made(self, at: str, tensors: Sequence[SlotTensor]) -> torch.Tensor:
         """Vectors one below the other, some of which no checkpoint has; float32 if it has none of them."""
@@ -331,3 +372,11 @@ class Weights(ABC):
         """The rank's shares of tensors, stacked along their first dimension. reuse: the memory may be that of the last
         tensor so read. dtype: None: the model's. whole: all ranks' shares.
         """
+
+
+def _experts(spec: LayerSpec, experts: ListedExperts) -> ListedExperts:
+    """A layer's experts, with the correction of one that gives nothing: see `Experts.skip_correction`."""
+    own = None if spec.experts is None else spec.experts.skip_correction
+    if own is not None and experts.correction is not None:
+        experts.correction[-1] = own
+    return experts

@@ -106,7 +106,9 @@ def state_bytes(config: ModelConfig) -> int:
     """Bytes of a sequence's recurrent states, which are float32, read and written in a step of one token."""
     if (recurrent := config.recurrent) is None:
         return 0
-    return 2 * 4 * config.num_recurrent_layers * (prod(recurrent.recurrent_shape) + prod(recurrent.conv_shape))
+    further = 0 if config.lookup is None else config.num_lookups * config.lookup.state_elems
+    own = config.num_recurrent_layers * (prod(recurrent.recurrent_shape) + prod(recurrent.conv_shape))
+    return 2 * 4 * (own + further)
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

@@ -48,7 +48,7 @@ class Paged:
         )
         page = 4 * -(-2 * max(state.conv_elems, state.head_elems, state.draft_elems) // 4 + 1)
         self.layout = layout = StateLayout(state, 4 * page)
-        config: Any = SimpleNamespace(recurrent=spec, layers=[SimpleNamespace(recurrent=spec)] * LAYERS)
+        config: Any = SimpleNamespace(recurrent=spec, lookup=None, layers=[SimpleNamespace(recurrent=spec)] * LAYERS)
         self.config = cast(ModelConfig, config)
         pages = 1 + 2 * 8 * layout.num_pages
         whole = SimpleNamespace(states=layout)

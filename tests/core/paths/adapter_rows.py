@@ -83,5 +83,7 @@ ADAPTER_ROWS = [
     all_linear("ling-2.6", "parts of a mixture of experts"),
     all_linear("muse-spark", "parts of a mixture of experts"),
     all_linear("jetmoe", "parts of a mixture of experts"),
+    all_linear("zaya", "parts of a mixture of experts"),
+    all_linear("qwen4-exp", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]

@@ -29,6 +29,14 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"refused": {RANKS: "norms inside of attention"}} for name in ("bitnet", "bitnet-biased")},
     **{name: {"refused": {RANKS: "heads are subtracted"}} for name in ("diffllama", "diffllama-biased")},
     "longcat-flash": {"refused": {RANKS: "give their input back"}},
+    **{
+        name: {"untold": ROUTED, "refused": {RANKS: "values are those of the token before"}}
+        for name in ("zaya", "zaya-windows")
+    },
+    **{
+        name: {"untold": ROUTED, "refused": {RANKS: "made of all streams"}}
+        for name in ("qwen4-exp", "qwen4-exp-longer")
+    },
     "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
     **{name: {"untold": {**ROUTED, **SUMS_OF_LATENTS}} for name in ("ling-2.6", "ling-2.6-q-latents")},
     "muse-spark": {"refused": {RANKS: "each expert's output is normalised"}},

@@ -101,7 +101,7 @@ class Path:
     @property
     def needs(self) -> tuple[str, ...]:
         """What a row may be refused, and what it may have no reference for."""
-        shared = {MERGING: self.merges, RANKS: "tensor_parallel_size" in self.limits}
+        shared = {RANKS: "tensor_parallel_size" in self.limits, MERGING: self.merges}
         return (*self.own_needs, *(need for need, is_there in shared.items() if is_there))
 
     def runs(self, subject: Subject, kernels: str) -> bool:

@@ -30,6 +30,22 @@ def test_parts_are_disjoint_and_whole_in_a_page(layers, conv, heads, head, float
             taken |= own
 
 
+def test_further_states_have_pages_of_their_own():
+    further = StateShape(2, 30, 1, 2, draft_elems=31, most_drafts=2)
+    layout = StateLayout(StateShape(3, 10, 2, 20, draft_elems=12, most_drafts=2, further=further), FLOAT_BYTES * 40)
+    assert layout.further is not None
+    own = {
+        page for layer in range(3) for page, _ in (layout.conv(layer), layout.head(layer, 1), layout.draft(layer, 1))
+    }
+    its = layout.further
+    beside = {page for layer in range(2) for page, _ in (its.conv(layer), its.head(layer, 0), its.draft(layer, 1))}
+    alone = StateLayout(StateShape(3, 10, 2, 20, draft_elems=12, most_drafts=2), FLOAT_BYTES * 40)
+    assert max(own) < min(beside) == alone.num_pages
+    assert max(beside) == layout.num_pages - 1
+    assert layout.shape.page_bytes == 192
+    assert layout.shape.of_ranks(2).further == further.of_ranks(2)
+
+
 def test_qwen3_5_of_9b():
     """24 layers of 32 heads of 128 × 128 float32, in pages of 8 layers of attention."""
     layout = StateLayout(StateShape(24, 3 * 8192, 32, 128 * 128), 16 * 8 * 2 * 4 * 256 * 2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from chorus.core.model.specs.head_conv import HeadConvSpec
 from chorus.core.model.specs.headed_scan import HeadedScanSpec
 from chorus.ops.mixers.mamba2 import MambaWeights
 from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights, scanned
@@ -140,7 +141,43 @@ class Units(Layer):
         return self.module(hidden[None], torch.arange(len(hidden))[None], None, use_cache=False)[0][0]
 
 
-@pytest.fixture(scope="module", params=["conv", "conv-biased", "mamba", "mamba-groups", "heads", "units"])
+class Convolved(Layer):
+    def __init__(self, *sizes: int) -> None:
+        from transformers import ZayaConfig
+        from transformers.models.zaya.modeling_zaya import ZayaAttention
+
+        first, second = sizes
+        config = ZayaConfig(
+            hidden_size=48, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
+            cca_time0=first, cca_time1=second,
+        )  # fmt: skip
+        super().__init__(ZayaAttention, config)
+        it = {f"self_attn.{name}": parameter.detach() for name, parameter in self.module.named_parameters()}
+        with torch.no_grad():
+            it["self_attn.qk_norm.temp"].uniform_(0.5, 1.5)
+        spec = HeadConvSpec(6, 2, 8, (first, second))
+        self.weights = spec.weights({name: it[name] for name in spec.tensors})
+        self.shapes = (max(1, first + second - 2), 72), (0,), (72,)
+
+    @torch.no_grad()
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = self.module.qkv_proj
+        inputs = own.q_proj, own.k_proj, own.v_proj_current, own.v_proj_delayed
+        return torch.cat([each(hidden) for each in inputs], 1)
+
+    def out(self, mixed: torch.Tensor) -> torch.Tensor:
+        return mixed
+
+    @torch.no_grad()
+    def want(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.module.qkv_proj(hidden[None], None)
+        return torch.cat([each[0].flatten(1) for each in (*self.module.qk_norm(q, k), v)], 1)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["conv", "conv-biased", "mamba", "mamba-groups", "heads", "units", "convolved", "convolved-late"],
+)
 def layer(request) -> Layer:
     return {
         "conv": lambda: Conv(bias=False),
@@ -149,6 +186,8 @@ def layer(request) -> Layer:
         "mamba-groups": lambda: Mamba(3),
         "heads": Heads,
         "units": Units,
+        "convolved": lambda: Convolved(2, 3),
+        "convolved-late": lambda: Convolved(1, 1),
     }[request.param]()
 
 

@@ -1,0 +1,50 @@
+"""Specification of several residual streams of which the parts of layers take by gates.
+
+Tests: tests/core/layers/test_gated_streams.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....memory.pages.layer_projections import stream_gate_projections
+from ....memory.pages.projections import Projection
+
+
+@dataclass(frozen=True, slots=True)
+class GatedStreamsSpec:
+    """The residual is several streams s of one width, which are equal before the layers (Qwen4-Exp).
+
+    For each part f of a layer, where n is the norm of each stream by itself, with weights of all streams:
+
+        gates = sigmoid(up(silu(down(n) / count)))      of each element of n
+        give = 2 · sigmoid(inject(n) / count)           a number for each stream
+        s += give ⊗ f(mean(gates · n))
+
+    Such a mean is also what is left behind all layers, in place of a norm.
+    """
+
+    count: int
+
+    rank: int
+    """Width between down and up."""
+
+    @property
+    def made(self) -> int:
+        """Streams that a matrix of the model makes: see `StreamsSpec.made`."""
+        return 0
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """Those of a layer's two parts."""
+        return tuple(
+            each for part in ("attn", "mlp") for each in stream_gate_projections(hidden, self.count, self.rank, part)
+        )
+
+    def join_projections(self, hidden: int) -> tuple[Projection, ...]:
+        """Those behind all layers, which the last one has."""
+        return stream_gate_projections(hidden, self.count, self.rank, "join")
+
+    def num_weights(self, hidden: int, layers: int) -> int:
+        """Weights of the model's own matrices: none, as all are projections of layers."""
+        del hidden, layers
+        return 0
