@@ -65,17 +65,18 @@ class CudaPagedStates:
         self, layer: int, rows: torch.Tensor, weights: RecurrentWeights, ranks: Collectives | None = None
     ) -> torch.Tensor:
         """See `StepStates.mix`."""
-        table = self._table[: self._count]
+        table, out = self._table[: self._count], None
         if self._launch is None and self._count:
             out = self._step(layer, rows, weights, table, ranks)
-        else:
-            out = rows.new_empty(len(rows), self._spec.out_size)
         if self._spans:
             own = torch.cat([rows[span] for span in self._spans])
             lengths = [span.stop - span.start for span in self._spans]
-            parts = self._prompts.mix(layer, own, weights, ranks).split(lengths)
-            for span, part in zip(self._spans, parts, strict=True):
+            mixed = self._prompts.mix(layer, own, weights, ranks)
+            out = rows.new_empty(len(rows), mixed.shape[1]) if out is None else out
+            for span, part in zip(self._spans, mixed.split(lengths), strict=True):
                 out[span] = part
+        if out is None:
+            out = rows.new_empty(len(rows), self._spec.out_size)
         if self._launch is not None and self._count:
             self._launch(out, rows, weights, pages=self._pages, table=table, layer=self._states.index[layer])
         return out

@@ -140,6 +140,12 @@ def _images(directory: Path, model: ModelConfig) -> list[str]:
     return [f"images: served {where}, with adapters of the vision tower"]
 
 
+def _recurrent(model: ModelConfig) -> str:
+    """Whether layers with a state have attention, too."""
+    is_alone = all(layer.mixer_beside is None and layer.convs is None for layer in model.layers)
+    return "are" if is_alone else "have, beside attention,"
+
+
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.read_config import family_of, read_model_config
@@ -166,8 +172,7 @@ def described(directory: Path) -> list[str]:
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
     if recurrent := model.recurrent:
-        verb = "are" if all(layer.mixer_beside is None for layer in model.layers) else "have, beside attention,"
-        lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
+        lines.append(f"{model.num_recurrent_layers} layers {_recurrent(model)} {recurrent.described()}")
     if blocks := [layer.block.first for layer in model.layers if layer.block]:
         shared = f"{len(set(blocks))} blocks of attention and a feed-forward part"
         lines.append(f"{len(blocks)} of them are behind one of {shared}, whose weights they share")

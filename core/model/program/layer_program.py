@@ -9,20 +9,24 @@ from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import NormSpec
 from ..specs.shared_block import SharedBlock
+from ..specs.stream_convs import StreamConvSpec
 from .builder import LayerBuilder, LayerProgram
+from .conv_builder import ConvBuilder
 from .other_builders import BlockBuilder, HyperBuilder, StreamBuilder
 
 
 def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
     """The program of a layer with norms of this kind. spec: of a TP rank's share."""
     builder = LayerBuilder(spec, norm)
-    match spec.block or spec.streams:
+    match spec.block or spec.streams or spec.convs:
         case SharedBlock() as block:
             builder = BlockBuilder(spec, norm, block)
         case StreamsSpec() as streams:
             builder = StreamBuilder(spec, norm, streams)
         case HyperConnectionSpec() as streams:
             builder = HyperBuilder(spec, norm, streams)
+        case StreamConvSpec() as convs:
+            builder = ConvBuilder(spec, norm, convs)
         case None:
             pass
     builder.build()

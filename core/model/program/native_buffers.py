@@ -26,6 +26,9 @@ _TITLES = {
     "NormHeads": "norm of each head's output",
     "NormScaled": "norm of a part's output that is scaled first",
     "AddGated": "gated residual stream",
+    "ConvolveStream": "short convolution of a stream",
+    "TakeRelative": "relative attention by learned vectors",
+    "MoeWithSinks": "mixture with experts of all tokens that its router weighs",
 }
 
 

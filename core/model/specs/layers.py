@@ -32,6 +32,7 @@ from .norms import NormGates, Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 from .shared_block import SharedBlock
+from .stream_convs import StreamConvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,9 @@ class LayerSpec:
     mixer_beside: MixerBeside | None = None
     """A second mixer of a layer with attention."""
 
+    convs: StreamConvSpec | None = None
+    """Short convolutions of its keys and values, and of what its parts add. Such a layer is whole."""
+
     block: SharedBlock | None = None
     """The layer's attention and its gated feed-forward part are a block before its mixer."""
 
@@ -213,7 +217,9 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer with a state, alone, beside attention or behind a block."""
+        """The mixer with a state, alone, beside attention or behind a block; or convolutions."""
+        if self.convs is not None:
+            return self.convs
         if (own := self.mixer_beside or self.block) is not None:
             return own.mixer
         return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
@@ -281,6 +287,7 @@ class LayerSpec:
             feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
             mixer_beside=None if self.mixer_beside is None else self.mixer_beside.share(size),
+            convs=None if self.convs is None else self.convs.share(size),
             block=None if self.block is None else self.block.share(size),
         )
 

@@ -27,7 +27,19 @@ from ..specs.positions import sinusoids
 from .layer_weights import LayerWeights
 from .narrow_bytes import kept_bytes
 from .shard import WHOLE, Shard
-from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
+from .slots import (
+    EXPERTS,
+    IMAGE_EXPERTS,
+    QUERY_EXPERTS,
+    RECURRENT,
+    SINK_EXPERTS,
+    Keep,
+    Part,
+    Slot,
+    SlotTensor,
+    shard_shape,
+    slots,
+)
 from .tensor_parts import (
     EMBED,
     EMBED_NORM,
@@ -57,6 +69,14 @@ Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
 #: Rows of embeddings that are normalised at a time.
 _ROWS = 4096
+
+
+#: Parts of a layer that are experts, and what each is made of its slots.
+_LISTED: dict[str, Callable[..., Any]] = {
+    EXPERTS: ListedExperts,
+    QUERY_EXPERTS: ListedQueries,
+    SINK_EXPERTS: ListedExperts,
+}
 
 
 class Weights(ABC):
@@ -97,8 +117,11 @@ class Weights(ABC):
         """Token embeddings `[vocab, hidden]`."""
         rows = self._read(self._embed_name)
         if (eps := self._config.embedding_rows_eps) is not None:
+            weight = self._read(EMBED_NORM) if self._config.embedding_rows_scaled else None
             for some in rows.split(_ROWS):  # in place: the table is large
                 some.copy_(rms_norm(some.float(), torch.ones(some.shape[1], device=some.device), eps))
+                if weight is not None:
+                    some.mul_(weight)
         return rows
 
     plan: WeightPlan = LEFT
@@ -224,10 +247,7 @@ class Weights(ABC):
                 (parts.setdefault(part, {}) if name else found)[name or part] = value
         if RECURRENT in parts and spec.recurrent is not None:
             found[RECURRENT] = spec.recurrent.share(self._shard.size).weights(parts[RECURRENT])
-        if EXPERTS in parts:
-            found[EXPERTS] = ListedExperts(**parts[EXPERTS])
-        if QUERY_EXPERTS in parts:
-            found[QUERY_EXPERTS] = ListedQueries(**parts[QUERY_EXPERTS])
+        found |= {part: made(**parts[part]) for part, made in _LISTED.items() if part in parts}
         if IMAGE_EXPERTS in parts:
             shared: dict[str, Any] = {
                 name: parts[EXPERTS].get(name) for name in ("shared_gate_up", "shared_down", "shared_gate")

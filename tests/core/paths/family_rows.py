@@ -31,6 +31,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "longcat-flash": {"refused": {RANKS: "give their input back"}},
     "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
     **{name: {"untold": {**ROUTED, **SUMS_OF_LATENTS}} for name in ("ling-2.6", "ling-2.6-q-latents")},
+    **{name: {"untold": ROUTED} for name in ("inkling", "inkling-padded")},
     "muse-spark": {"refused": {RANKS: "each expert's output is normalised"}},
 }
 
