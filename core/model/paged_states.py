@@ -67,6 +67,7 @@ class StatePages:
         if part.has_conv:
             page, at = self.layout.conv(index)
             conv = self.pages[pages[:, page], at : at + self.layout.shape.conv_elems].unflatten(1, self.spec.conv_shape)
+            conv = conv[..., part.channels]
         if part.has_heads and (spans := self._heads[index]):
             recurrent = torch.cat([self.pages[pages[:, page], begin:end] for page, begin, end in spans], 1)
             recurrent = recurrent.unflatten(1, shape)
@@ -84,7 +85,13 @@ class StatePages:
         index = self.index[layer]
         if part.has_conv:
             page, at = self.layout.conv(index)
-            self.pages[pages[:, page], at : at + self.layout.shape.conv_elems] = state.conv.flatten(1)
+            first, last, _ = part.channels.indices(self.spec.channels)
+            if last - first == self.spec.channels:
+                self.pages[pages[:, page], at : at + self.layout.shape.conv_elems] = state.conv.flatten(1)
+            else:
+                for tap, inputs in enumerate(state.conv.unbind(1)):
+                    begin = at + tap * self.spec.channels
+                    self.pages[pages[:, page], begin + first : begin + last] = inputs
         heads, done = state.recurrent.flatten(1), 0
         for page, begin, end in self._heads[index] if part.has_heads else ():
             self.pages[pages[:, page], begin:end] = heads[:, done : done + end - begin]

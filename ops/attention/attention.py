@@ -20,6 +20,7 @@ from ..elementwise.float8_kv import UNSCALED, KvScales
 from ..upload import on_device
 from .blocks import BlockMask, BlockSpans
 from .latents import LatentHeads
+from .relative import Relative
 
 #: Makes keys of means `[blocks, key]` of blocks that begin at some places `[blocks]`.
 KeysOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,6 +58,14 @@ class Scores:
     key_block: int = 0
     """Keys of a block, where blocks of them are chosen; 0: single ones are."""
 
+    has_relative: bool = False
+    """Numbers that `Attention.run` takes are added to scores: see `Relative`."""
+
+    @property
+    def needs_places(self) -> bool:
+        """True if what scores lose or win depends on how far away a key is."""
+        return self.has_slopes or self.has_relative
+
 
 #: Scores that are made at once where attention makes them, which soft caps, sinks, slopes and latents ask for: in
 #: float32 256 MiB.
@@ -71,6 +80,22 @@ class HeadTerms(NamedTuple):
 
     sinks: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
+    relative: Relative | None = None
+    """Of its queries, besides."""
+
+    def of_chunk(self, tokens: slice) -> HeadTerms:
+        """Of a chunk's tokens."""
+        return self if self.relative is None else self._replace(relative=self.relative.of_chunk(tokens))
+
+    def of_rows(self, first: int) -> HeadTerms:
+        """Of rows of one token, from the token `first` on."""
+        return self if self.relative is None else self._replace(relative=self.relative.of_rows(first))
+
+    def split(self, tokens: int, parts: int) -> list[HeadTerms]:
+        """Of so many tokens at a time."""
+        if self.relative is None:
+            return [self] * parts
+        return [self._replace(relative=each) for each in self.relative.split(tokens)]
 
 
 class KeyBlocks(NamedTuple):
@@ -210,6 +235,8 @@ class Attention(ABC):
     """Whether it serves layers with sinks."""
     takes_slopes = False
     """Whether it serves layers with slopes."""
+    takes_relative = False
+    """Whether it serves layers that add numbers of queries and distances to scores."""
     takes_blocks = False
     """Whether it serves steps with blocks."""
     takes_chosen = False
@@ -248,12 +275,14 @@ class Attention(ABC):
         kv_scales: KvScales = UNSCALED,
         slopes: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        relative: Relative | None = None,
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
         q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: of q's shape, to write to.
         scores: of the layer, among those of `AttentionSetup`. sinks, slopes: `[heads]`, where the layer has them.
-        chosen: of `choose_blocks`, where queries attend to chosen blocks alone. Returns `[tokens, heads · head_dim]`.
+        chosen: of `choose_blocks`, where queries attend to chosen blocks alone. relative: of all tokens, where the
+        layer has it. Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out
         cache = KvCache(k_cache, v_cache, kv_scales)
@@ -261,8 +290,10 @@ class Attention(ABC):
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
         if slopes is not None and not self.takes_slopes:
             raise NotImplementedError(f"{type(self).__name__} has no slopes of ALiBi; use attention torch")
+        if relative is not None and not self.takes_relative:
+            raise NotImplementedError(f"{type(self).__name__} has no relative attention; use attention torch")
         if chosen is None:
-            self._attend(q, cache, out, scores, HeadTerms(sinks, slopes))
+            self._attend(q, cache, out, scores, HeadTerms(sinks, slopes, relative))
         else:
             self._attend_blocks(q, cache, out, scores, chosen)
         return out.view(len(q), -1)
@@ -360,7 +391,7 @@ class PagedAttention(Attention):
     tokens times all that it sees.
     """
 
-    takes_sinks = takes_slopes = takes_blocks = True
+    takes_sinks = takes_slopes = takes_relative = takes_blocks = True
 
     def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -410,8 +441,9 @@ class PagedAttention(Attention):
             if self._gqa and not self._on_host and q.dtype == torch.float32:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            own = prefill.own if scores.has_slopes else None
-            attended = attend_by_scores(rows, k, v, prefill.mask(scores), scores, terms, own)
+            own = prefill.own if scores.needs_places else None
+            further = terms.of_chunk(prefill.tokens)
+            attended = attend_by_scores(rows, k, v, prefill.mask(scores), scores, further, own)
             if broken is not None:
                 if prefill.has_blocks(scores):
                     seen = (broken.transpose(2, 3) & prefill.seen_with_blocks(scores)).any(-1, keepdim=True)
@@ -426,8 +458,9 @@ class PagedAttention(Attention):
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
-            own = on_device(self._decode_lens - 1, self._device) if scores.has_slopes else None
-            attended = attend_by_scores(rows, k, v, self._decode_mask(scores.window), scores, terms, own)
+            own = on_device(self._decode_lens - 1, self._device) if scores.needs_places else None
+            further = terms.of_rows(self._first_decode_token)
+            attended = attend_by_scores(rows, k, v, self._decode_mask(scores.window), scores, further, own)
             out[self._first_decode_token :] = attended[:, :, 0]
         if scales.v != 1:
             out *= scales.v
@@ -581,7 +614,7 @@ class Prefill:
         if self.has_blocks(scores):
             return self.seen_with_blocks(scores)
         window = scores.window
-        explicit = scores.softcap is not None or scores.has_sinks or scores.has_slopes
+        explicit = scores.softcap is not None or scores.has_sinks or scores.needs_places
         if window is not None and window >= self.kv_len:
             window = None
         if (key := (window, explicit)) not in self._masks:
@@ -661,10 +694,10 @@ def attend_by_scores(
     own: torch.Tensor | None,
 ) -> torch.Tensor:
     """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal. own:
-    each token's place among the keys, `[rows, tokens]`, where heads have slopes.
+    each token's place among the keys, `[rows, tokens]`, where scores need them.
     """
-    group, (sinks, slopes) = q.shape[1] // k.shape[1], terms
-    if scores.softcap is None and sinks is None and slopes is None:
+    group, (sinks, slopes, relative) = q.shape[1] // k.shape[1], terms
+    if scores.softcap is None and all(each is None for each in terms):
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
         )
@@ -675,14 +708,16 @@ def attend_by_scores(
     if q.shape[2] > most:
         parts = q.split(most, dim=2), mask.split(most, dim=-2)
         places = [None] * len(parts[0]) if own is None else own.split(most, dim=1)
-        each = zip(*parts, places, strict=True)
-        return torch.cat([attend_by_scores(rows, k, v, seen, scores, terms, at) for rows, seen, at in each], dim=2)
+        each = zip(*parts, terms.split(most, len(places)), places, strict=True)
+        return torch.cat([attend_by_scores(rows, k, v, seen, scores, of, at) for rows, seen, of, at in each], dim=2)
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)
     if slopes is not None and own is not None:
         ages = own[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
         weights = weights.float() - slopes.float()[:, None, None] * ages
+    if relative is not None and own is not None:
+        weights = weights.float() + relative.biases(own, k.shape[2])
     return weights_of(weights.masked_fill(~mask, -torch.inf), sinks).to(q.dtype) @ v
 
 

@@ -238,6 +238,8 @@ def triton_obstacle(
         return Obstacle("the decode kernel reads a KV cache in FP8 for bfloat16 and float16, the model is in float32")
     if any(each.has_slopes for each in scores):
         return Obstacle("the decode kernel has no slopes of ALiBi, and the model has them")
+    if any(each.has_relative for each in scores):
+        return Obstacle("the decode kernel has no relative attention, and the model has it")
     if any(each.top_k is not None for each in scores):
         return Obstacle("the decode kernel has no attention to tokens that an indexer chooses, and the model has it")
     if not 16 <= head_dim <= largest_head(dtype.itemsize):
@@ -279,6 +281,8 @@ def flashinfer_obstacle(
         return Obstacle("FlashInfer is not asked for attention sinks, and the model has them")
     if any(each.has_slopes for each in scores):
         return Obstacle("FlashInfer is not asked for slopes of ALiBi, and the model has them")
+    if any(each.has_relative for each in scores):
+        return Obstacle("FlashInfer is not asked for relative attention, and the model has it")
     if any(each.key_block for each in scores):
         return Obstacle("FlashInfer is not asked for chosen blocks of keys, and the model has them")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):

@@ -36,6 +36,9 @@ class StatePart(NamedTuple):
     drafts: slice
     """Columns of a draft's inputs."""
 
+    channels: slice = slice(None)
+    """Channels of the convolution."""
+
 
 @dataclass(slots=True)
 class RecurrentState:

@@ -119,13 +119,6 @@ def _experts(experts: Experts) -> str:
     return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{shared}"
 
 
-def _verb(layers: Sequence[LayerSpec]) -> str:
-    """What layers do with a mixer that has a state."""
-    if any(layer.convolved is not None for layer in layers):
-        return "have, before attention,"
-    return "are" if all(layer.mixer_beside is None for layer in layers) else "have, beside attention,"
-
-
 def programs(directory: Path) -> list[str]:
     """What a checkpoint's layers compute. Raises UnsupportedModel if it would not be served."""
     from ...core.model.program.text import program_lines
@@ -148,6 +141,19 @@ def _images(directory: Path, model: ModelConfig) -> list[str]:
         "on CPUs, and on GPUs with --attention torch" if why_blind(config, model, on_gpu=True) else "on CPUs and GPUs"
     )
     return [f"images: served {where}, with adapters of the vision tower"]
+
+
+def _verb(layers: Sequence[LayerSpec]) -> str:
+    """What layers do with a mixer that has a state."""
+    from ...core.model.specs.head_conv import HeadConvSpec
+
+    if any(isinstance(layer.convs, HeadConvSpec) for layer in layers):
+        return "have, before attention,"
+    return (
+        "are"
+        if all(layer.mixer_beside is None and layer.convs is None for layer in layers)
+        else "have, beside attention,"
+    )
 
 
 def described(directory: Path) -> list[str]:

@@ -712,6 +712,44 @@ def _openai(rng: random.Random) -> Fields:
     return {**found, **own, "afn": rng.choice(("gelu", "relu")), "layer_norm_epsilon": rng.choice((1e-5, 1e-2))}
 
 
+def _wide_heads(rng: random.Random) -> Fields:
+    """Heads of keys that are wide enough for a page to have room for a layer's convolutions."""
+    kv_heads, head_dim = rng.choice(((1, 24), (2, 16), (3, 12), (2, 24)))
+    heads = {"num_attention_heads": kv_heads * rng.choice((1, 2, 3)), "num_key_value_heads": kv_heads}
+    return {**heads, "head_dim": head_dim}
+
+
+def _inkling(rng: random.Random) -> Fields:
+    found, own, same = _common(rng), _experts(rng), rng.random() < 0.3
+    del found["tie_word_embeddings"]
+    full = _wide_heads(rng)
+    windows = {f"swa_{name}": value for name, value in (full if same else _wide_heads(rng)).items()}
+    layers = found["num_hidden_layers"]
+    return {
+        **found,
+        **full,
+        **windows,
+        "hidden_size": rng.choice((40, 48, 64)),
+        "layer_types": [rng.choice(("hybrid", "hybrid_sliding")) for _ in range(layers)],
+        "mlp_layer_types": [rng.choice(("sparse", "sparse", "dense")) for _ in range(layers)],
+        "sliding_window_size": rng.choice((4, 9, 20, 200)),
+        "d_rel": rng.choice((1, 4, 6)),
+        "rel_extent": rng.choice((1, 7, 30, 300)),
+        "log_scaling_n_floor": rng.choice((None, 1, 12, 1000)),
+        "log_scaling_alpha": rng.choice((0.1, 0.7)),
+        "conv_kernel_size": rng.choice((2, 3, 4)),
+        "n_routed_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"],
+        "n_shared_experts": rng.choice((1, 2, 3)),
+        "moe_intermediate_size": rng.choice((16, 24, 40)),
+        "route_scale": rng.choice((1.0, 2.5)),
+        "hidden_act": rng.choice(("silu", "gelu_pytorch_tanh")),
+        "unpadded_vocab_size": rng.choice((None, found["vocab_size"], max(150, found["vocab_size"] - 7))),
+        "logits_mup_width_multiplier": rng.choice((1.0, 3.0)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-2)),
+    }
+
+
 DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "bloom": _bloom,
     "mpt": _mpt,
@@ -750,6 +788,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "jetmoe": _jetmoe,
     "zaya": _zaya,
     "qwen4-exp": _qwen4_exp,
+    "inkling": _inkling,
     "diffllama": _diffllama,
     "openai-gpt": _openai,
 }

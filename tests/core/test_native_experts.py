@@ -56,7 +56,8 @@ WITH_EXPERTS = [
     for family, (_, changes, _) in RENAMED.items()
     if any("expert" in name for name in changes)
     and changes.get("num_experts") != 1
-    and not family.startswith(("longcat", "jetmoe", "zaya", "qwen4"))  # see `NOT_NATIVE`
+    # mixtures added behind another layer; experts of queries; experts of all tokens that a router weighs
+    and not family.startswith(("longcat", "jetmoe", "zaya", "qwen4", "inkling"))  # see `NOT_NATIVE`
 ]
 BITS = ["qwen3-moe-mixed", "glm-4-moe-groups", "qwen3.5-moe", "granite-4-h-moe", "deepseek-v2", "glm-4.7-flash"]
 """Layers with and without experts, groups of experts beside a shared one, recurrent states, and latents."""

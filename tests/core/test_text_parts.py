@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.model.families import FAMILIES
 from chorus.core.model.families.hy_v4 import HY_V4
+from chorus.core.model.families.inkling import INKLING
 from chorus.core.model.families.longcat import LONGCAT_FLASH
 from chorus.core.model.families.mimo import MIMO_V2_FLASH
 from chorus.core.model.families.nemotron_h import NEMOTRON_H
@@ -312,6 +313,15 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "mlp_layer_types": ["dense", "sparse", "sparse"], "pad_token_id": 0},
         {**QWEN_TOWER, "projection_intermediate_size": 32},
     ),
+    "InklingForConditionalGeneration": (
+        "InklingConfig",
+        {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "swa_num_attention_heads": 6,
+         "swa_num_key_value_heads": 3, "swa_head_dim": 24, "sliding_window_size": 20, "d_rel": 6, "rel_extent": 24,
+         "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 40, "n_routed_experts": 8,
+         "num_experts_per_tok": 3, "route_scale": 1.5, "logits_mup_width_multiplier": 2.0, "log_scaling_n_floor": 12,
+         "vocab_size": 160, "unpadded_vocab_size": 150, "pad_token_id": 0},
+        {**TOWER, "patch_size": 8, "num_hidden_layers": 5},
+    ),
     "Emu3ForConditionalGeneration": ("Emu3Config", {"pad_token_id": 0}, {}),
     "AriaForConditionalGeneration": (
         "AriaConfig",
@@ -419,6 +429,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1, 1, 2, 2],
         "qformer_config": {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 32},
     },
+    "InklingForConditionalGeneration": {"audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8}},
     "Emu3ForConditionalGeneration": {
         "vq_config": {"codebook_size": 16, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1,
                       "hidden_size": 32, "temporal_downsample_factor": 1},
@@ -490,7 +501,7 @@ ELSEWHERE = {
 
 
 #: Families that leave out draft layers, and no tower.
-DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH, HY_V4, LONGCAT_FLASH)
+DRAFTING = (QWEN3_5, QWEN3_5_MOE, NEMOTRON_H, MIMO_V2_FLASH, HY_V4, LONGCAT_FLASH, INKLING)
 
 
 def test_every_architecture_is_covered():
@@ -595,7 +606,7 @@ def whole_of(architecture: str, name: str, text: dict[str, Any], vision: dict[st
     base = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in base.named_parameters():
-            if "norm" in parameter_name:
+            if "norm" in parameter_name or parameter_name.endswith("global_scale"):
                 parameter.uniform_(0.5, 1.5)
             elif ".softmax_scaling." in parameter_name or parameter_name.endswith("rotary_emb.alpha"):
                 parameter.add_(torch.empty_like(parameter).uniform_(0.0, 0.4))

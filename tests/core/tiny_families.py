@@ -1307,6 +1307,25 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "tie_word_embeddings": False, "activation_function": "gelu_pytorch_tanh", "pad_token_id": 0},
         "20KB",
     ),
+    "inkling": (
+        "InklingTextConfig",
+        {"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+         "head_dim": 16, "swa_num_attention_heads": 6, "swa_num_key_value_heads": 2, "swa_head_dim": 24,
+         "sliding_window_size": 20, "d_rel": 6, "rel_extent": 24, "log_scaling_n_floor": 12, "log_scaling_alpha": 0.4,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "moe_intermediate_size": 40,
+         "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "route_scale": 1.5,
+         "logits_mup_width_multiplier": 2.0, "pad_token_id": 0},
+        "50GB",
+    ),
+    "inkling-padded": (
+        "InklingTextConfig",
+        {"vocab_size": 160, "unpadded_vocab_size": 150, "head_dim": 24, "num_key_value_heads": 1, "hidden_size": 48,
+         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1, "swa_head_dim": 24, "sliding_window_size": 16,
+         "local_layer_ids": [1], "d_rel": 4, "rel_extent": 9, "conv_kernel_size": 3, "n_routed_experts": 5,
+         "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24, "route_scale": 2.0,
+         "hidden_act": "gelu_pytorch_tanh", "logits_mup_width_multiplier": 3.0, "pad_token_id": 0},
+        "20KB",
+    ),
     "dbrx": (
         "DbrxConfig",
         {"d_model": 64, "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
@@ -1383,7 +1402,7 @@ OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear
 GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 UNITS = ["linear_y", "linear_x", "linear_out"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-OF_WINDOWS = [f"{each}@sliding" for each in (*LATENTS, "g_proj", "o_proj")]
+OF_WINDOWS = [f"{each}@sliding" for each in (*LATENTS, "g_proj", "r_proj", *ATTENTION)]
 INDEXERS = [
     "indexer.index_qk_proj",
     "indexer.wq_b",
@@ -1406,7 +1425,7 @@ ADAPTERS = {
         3,
         6,
         [
-            *(*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj"),
+            *(*ATTENTION, "g_proj", "r_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", "x_proj"),
             *(*UNITS, *LATENTS, *OF_WINDOWS, *INDEXERS, "query_router", *MLP, *BLOCKS, *CONVOLVED[:2]),
         ],
     ),
@@ -1427,6 +1446,7 @@ ADAPTERS = {
                 "mamba.in_proj",
                 "q_place_up",
                 "place_down",
+                "v_proj@sliding",
             ),
             "indexer.wk",
             "kv_b_proj@sliding",
@@ -1614,7 +1634,7 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
             elif name.endswith("_gate_weight"):
                 parameter.normal_(0, 0.3)
-            elif name.endswith("per_expert_scale"):
+            elif name.endswith(("per_expert_scale", "global_scale")):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("router.scale"):
                 parameter.uniform_(8, 24)

@@ -28,6 +28,7 @@ from . import (
     hunyuan,
     hy_v4,
     hyperclova,
+    inkling,
     llama,
     nemotron_h,
     persimmon,
@@ -144,6 +145,7 @@ _TEXTS: Mapping[str, Family] = MappingProxyType(
         "hunyuan_vl_text": hunyuan.HUNYUAN_VL_TEXT,
         "hy_v4_vl_text": hy_v4.HY_V4_TEXT,
         "glm5_next_text": glm_next.GLM_5_NEXT_TEXT,
+        "inkling_text": inkling.INKLING,
         "aria_text": aria.ARIA_TEXT,
         "molmo2_text": _MOLMO_2_TEXT,
         "apertus1p5_text": apertus.APERTUS_1_5_TEXT,
@@ -225,6 +227,17 @@ HY_V4_VL = _family(
 )
 GLM_5_3_FLASH = _family(
     "GLM-5.3-Flash", "Glm5NextForConditionalGeneration", "glm5_next_text", Around(prefixes=("model.",))
+)
+INKLING = _family(
+    "Inkling",
+    "InklingForConditionalGeneration",
+    "inkling_text",
+    Around(
+        left_out=tuple(
+            f"{outer}{part}." for outer in ("", "model.") for part in ("vision_tower", "audio_tower", "audio")
+        )
+    ),
+    scaled=True,
 )
 EMU_3 = _family(
     "Emu 3",

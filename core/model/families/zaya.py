@@ -45,7 +45,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         skip_correction=_SKIPPED,
         router_size=fields.integer("router_hidden_size"),
     )
-    first = LayerSpec(mixers[types[0]], experts, convolved=HeadConvSpec(*heads, sizes), scales_residual=True)
+    first = LayerSpec(mixers[types[0]], experts, convs=HeadConvSpec(*heads, sizes), scales_residual=True)
     layers = [replace(first, mixer=mixers[kind], takes_routed=at > 0) for at, kind in enumerate(types)]
     norm, has_bias = reading.rms_norm(fields), fields.boolean("lm_head_bias")
     return reading.dense(fields, layers, norm, scales_embeddings=True, head_bias=has_bias)

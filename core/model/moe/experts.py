@@ -88,6 +88,9 @@ class ExpertWeights(ABC):
     factors: torch.Tensor | None = None
     """`[experts]`, float32: see `Routing.scaled`."""
 
+    scale: torch.Tensor | None = None
+    """`[1]`, float32: of all weights, where there are sinks."""
+
     out_norm: torch.Tensor | None = None
     """`[latent]`, float32, less one: see `LatentExperts`."""
 

@@ -144,6 +144,7 @@ def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.de
         shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
         router_bias=moved(experts.router_bias),
         factors=moved(experts.factors),
+        scale=moved(experts.scale),
         out_norm=moved(experts.out_norm),
     )
 

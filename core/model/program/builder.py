@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ....memory.pages.projections import NORM_GATES, Group
-from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate
+from ..specs.attention import AttentionSpec, DifferenceSpec, LatentSpec, OutputGate, RelativeSpec
 from ..specs.feed_forward import Experts, GatedSpec, LatentExperts, UngatedActivation
 from ..specs.indexer import IndexerSpec, MeanIndexerSpec
 from ..specs.layers import LayerSpec, MixerBeside
@@ -56,6 +56,8 @@ from .ops import (
     View,
 )
 from .query_ops import OutputsOfExperts, QueriesOfExperts
+from .relative_ops import TakeRelative
+from .sink_ops import MoeWithSinks
 
 
 class Kept(NamedTuple):
@@ -88,7 +90,7 @@ class LayerProgram:
     """Buffers that the mixers write."""
 
     earlier: LayerProgram | None = None
-    """What comes before it, where a layer has several mixers, or one of two parts: up to the last one but its own."""
+    """What comes before it, where a layer has several mixers, or one of several parts: up to the last but one."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -237,10 +239,19 @@ class LayerBuilder:
                 heads = View("in", 0, first, copied=True)
             if mixer.query_experts is not None:
                 heads = self._of_experts(mixer, mixer.query_experts)
+            if mixer.relative is not None:
+                heads = self._relative(mixer, mixer.relative)
             self._put(Heads(heads, "q", gates, mixer, self.norm))
         self.reads.append(Kept("q", (mixer.num_heads, mixer.query_dim)))
         if mixer.output_gate is not None:
             self.reads.append(Kept("gates", (mixer.gate_size,)))
+
+    def _relative(self, mixer: AttentionSpec, spec: RelativeSpec) -> View:
+        """Take relative states from behind queries, keys and values, which it returns."""
+        size = mixer.num_heads * spec.dim
+        self._put(TakeRelative(View("in", -size), "rel", mixer))
+        self.reads.append(Kept("rel", (size,)))
+        return View("in", 0, -size, copied=True)
 
     def _of_experts(self, mixer: AttentionSpec, experts: QueryExperts) -> str:
         """Queries of experts, with the keys and values that all of them share."""
@@ -381,7 +392,7 @@ class LayerBuilder:
             self._put(ChooseBlocks("iq", CHOSEN, mixer, blocks, self.norm, k_norm))
             return Attend("q", "a", mixer, chosen=CHOSEN)
         if (latent := mixer.latent) is None:
-            return Attend("q", "a", mixer)
+            return Attend("q", "a", mixer, relative=None if mixer.relative is None else "rel")
         if (index := mixer.indexer) is not None:
             self.reads += [Kept("iq", (index.heads, index.key_dim)), Kept("iw", (index.heads,))]
             self._put(Choose("iq", "iw", CHOSEN, mixer, "index_biases" if index.pool else None))
@@ -414,17 +425,19 @@ class LayerBuilder:
         self._gemm(Group.DOWN, "f", "y")
         self._put(AllReduce("y"))
         self._scaled("y", spec.factor if isinstance(spec, GatedSpec) else 1.0, "y")
+        if isinstance(spec, GatedSpec) and spec.scaled:
+            self._put(Scale("y", "y", weight="mlp_scale"))
         return "y"
 
     def _gate_up(self, rows: str) -> None:
         self._gemm(Group.GATE_UP, rows, "gu")
 
     def _experts(self, spec: Experts, rows: str, out: str, routed: str | None = None) -> str:
-        if spec.latent is None:
-            self._put(Moe(rows, routed, out, spec))
-            self._put(AllReduce(out))
-        else:
+        if spec.latent is not None:
             self._experts_of_latents(spec, spec.latent, rows, out)
+        else:
+            self._put(MoeWithSinks(rows, out, spec) if spec.sinks else Moe(rows, routed, out, spec))
+            self._put(AllReduce(out))
         self._scaled(out, spec.factor, out)
         return out
 

@@ -11,7 +11,9 @@ from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec, StreamsSpec
 from ..specs.norms import NormSpec
 from ..specs.shared_block import SharedBlock
+from ..specs.stream_convs import StreamConvSpec
 from .builder import LayerBuilder, LayerProgram
+from .conv_builder import ConvBuilder
 from .convolved_builder import ConvolvedBuilder
 from .gated_builder import GatedBuilder
 from .other_builders import BlockBuilder, HyperBuilder, StreamBuilder
@@ -20,7 +22,7 @@ from .other_builders import BlockBuilder, HyperBuilder, StreamBuilder
 def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
     """The program of a layer with norms of this kind. spec: of a TP rank's share."""
     builder = LayerBuilder(spec, norm)
-    match spec.block or spec.streams or spec.convolved:
+    match spec.block or spec.streams or spec.convs:
         case SharedBlock() as block:
             builder = BlockBuilder(spec, norm, block)
         case StreamsSpec() as streams:
@@ -29,8 +31,10 @@ def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
             builder = HyperBuilder(spec, norm, streams)
         case GatedStreamsSpec() as streams:
             builder = GatedBuilder(spec, norm, streams)
-        case HeadConvSpec() as convolved:
-            builder = ConvolvedBuilder(spec, norm, convolved)
+        case HeadConvSpec() as convs:
+            builder = ConvolvedBuilder(spec, norm, convs)
+        case StreamConvSpec() as convs:
+            builder = ConvBuilder(spec, norm, convs)
         case None:
             pass
     builder.build()

@@ -18,7 +18,7 @@ from ....ops.elementwise.float8_kv import UNSCALED, KvScales
 from ....ops.library.native_model import LayerMixture
 from ....ops.library.native_program import NativeOp
 from ..batch import AxisPositions
-from ..specs.attention import AttentionSpec, QueryGrowth
+from ..specs.attention import AttentionSpec, LogGrowth, QueryGrowth
 from ..specs.layers import LayerSpec, kv_index, ropes_of
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
@@ -33,7 +33,7 @@ class Tables:
     """Cosines and sines `[positions + spare, rotary_dim]` float32: of each rotated element, times the attention factor.
     """
 
-    growths: Mapping[QueryGrowth, torch.Tensor]
+    growths: Mapping[QueryGrowth | LogGrowth, torch.Tensor]
     """Factors of queries, `[positions]` float32."""
 
     spare: int = 0

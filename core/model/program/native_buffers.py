@@ -31,6 +31,9 @@ _TITLES = {
     "AddScaled": "residual stream with learned factors",
     "CarryRouted": "router that goes over layers",
     "ScaleEmbeddings": "learned factor of embeddings",
+    "ConvolveStream": "short convolution of a stream",
+    "TakeRelative": "relative attention by learned vectors",
+    "MoeWithSinks": "mixture with experts of all tokens that its router weighs",
 }
 
 

@@ -185,18 +185,22 @@ class Latents(Op):
 class Attend(Op):
     """Attention of q over the pages: `[tokens, heads · head_dim]`."""
 
-    READS = ("q", "chosen")
+    READS = ("q", "chosen", "relative")
     WRITES = ("out",)
     IS_CUT = True
-    SLOTS = ("sinks", "slopes")
+    SLOTS = ("sinks", "slopes", "profiles")
 
     q: str
     out: str
     attention: AttentionSpec
     sinks: str = "sinks"
     slopes: str = "slopes"
+    profiles: str = "profiles"
     chosen: str | None = None
     """The blocks that queries attend to; None: all that they see."""
+
+    relative: str | None = None
+    """The queries' states that numbers added to scores are made of: see `RelativeSpec`."""
 
 
 @dataclass(frozen=True, slots=True)

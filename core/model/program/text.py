@@ -15,6 +15,7 @@ from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
 from .builder import LayerProgram
+from .conv_ops import ConvolveStream
 from .end_text import connections, end_detail
 from .ends import end_programs
 from .hyper_ops import ConnectStreams, GiveToStreams
@@ -44,6 +45,7 @@ from .ops import (
     TakeGates,
 )
 from .query_ops import OutputsOfExperts, QueriesOfExperts
+from .sink_ops import MoeWithSinks
 from .stream_ops import AddToOthers, CorrectStreams, PredictStreams
 
 
@@ -132,9 +134,9 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
             return _latents(op)
         case Attend() | LatentAttend():
             return _attention(op.attention)
-        case Mix():
-            return op.mixer.described()
-        case Moe() | QueriesOfExperts() | OutputsOfExperts():
+        case Mix() | ConvolveStream():
+            return op.mixer.described() if isinstance(op, Mix) else f"{op.place}, {op.convs.described()}"
+        case Moe() | MoeWithSinks() | QueriesOfExperts() | OutputsOfExperts():
             return _experts(op)
         case Activate():
             return str(op.activation)
@@ -227,15 +229,19 @@ def _attention(mixer: AttentionSpec) -> str:
         seen = f"the {mixer.top_k:,} tokens that were chosen"
     cap = "" if mixer.softcap is None else f", soft cap {mixer.softcap:g}"
     seen += _BLOCKS[mixer.blocks]
-    return f"sees {seen}; scale {mixer.scale:g}{cap}{', sinks' * mixer.sinks}{', slopes' * bool(mixer.slopes)}"
+    relative = "" if mixer.relative is None else f", learned numbers of {mixer.relative.extent:,} distances"
+    terms = f"{', sinks' * mixer.sinks}{', slopes' * bool(mixer.slopes)}{relative}"
+    return f"sees {seen}; scale {mixer.scale:g}{cap}{terms}"
 
 
-def _experts(op: Moe | QueriesOfExperts | OutputsOfExperts) -> str:
+def _experts(op: Moe | MoeWithSinks | QueriesOfExperts | OutputsOfExperts) -> str:
     routing, shared = op.spec.routing, ""
     match op:
         case Moe():
             size, of_all = f"{op.spec.size}", op.spec.shared_size
             shared = f", and one of {of_all} for all" if of_all else ""
+        case MoeWithSinks():
+            size, shared = f"{op.spec.size}", f", and {op.spec.sinks} for all, which the router weighs, too"
         case QueriesOfExperts():
             size = "queries"
         case OutputsOfExperts():

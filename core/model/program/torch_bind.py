@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import (
+    conv_ops,
     end_ops,
     gated_ops,
     hyper_ops,
@@ -16,6 +17,8 @@ from . import (
     muse_ops,
     ops,
     query_ops,
+    relative_ops,
+    sink_ops,
     stream_ops,
     torch_ends,
     torch_gated,
@@ -30,6 +33,7 @@ from .torch_hyper import connect_streams, copy_to_streams, give_to_streams, sum_
 from .torch_indexer import choose, choose_blocks, index, index_blocks
 from .torch_latents import latent_attend, latents
 from .torch_queries import outputs_of_experts, queries_of_experts
+from .torch_relative import convolve_stream, moe_with_sinks, take_relative
 from .torch_step import OpContext, Run
 from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
 
@@ -103,4 +107,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     hyper_ops.SumStreams: sum_streams,
     query_ops.OutputsOfExperts: outputs_of_experts,
     query_ops.QueriesOfExperts: queries_of_experts,
+    conv_ops.ConvolveStream: convolve_stream,
+    relative_ops.TakeRelative: take_relative,
+    sink_ops.MoeWithSinks: moe_with_sinks,
 }

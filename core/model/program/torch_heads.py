@@ -32,7 +32,17 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
     top_k = mixer.top_k_within(max_model_len)
     sparse = 0 if mixer.block_indexer is None or top_k is None else mixer.block_indexer.block
-    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks, bool(mixer.slopes), top_k, sparse)
+    found = Scores(
+        scale,
+        window,
+        mixer.softcap,
+        mixer.sinks,
+        mixer.blocks,
+        bool(mixer.slopes),
+        top_k,
+        sparse,
+        has_relative=mixer.relative is not None,
+    )
     return PLAIN if found == PLAIN else found
 
 

@@ -13,6 +13,7 @@ from torch import mm
 from torch.nn.functional import embedding, linear
 
 from ....memory.pages.projections import LAYER_GROUPS
+from ....ops.attention.relative import Relative
 from ....ops.elementwise.elementwise import (
     add_layer_norm,
     add_rms_norm,
@@ -272,6 +273,9 @@ def attend(op: Attend, at: OpContext) -> Run:
             own = {"sinks": at.weights.get(op.sinks), "slopes": at.weights.get(op.slopes)}
             if is_sparse and op.chosen is not None:
                 own["chosen"] = step.names[op.chosen]
+            if op.relative is not None:
+                states = step.names[op.relative].view(len(q), op.attention.num_heads, -1)
+                own["relative"] = Relative(states, at.weights[op.profiles])
             step.names[op.out] = of_group.run(q, k, v, out, scores, kv_scales=scales, **own)
 
     return run

@@ -17,7 +17,24 @@ from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
 from .builder import Kept, LayerProgram
 from .ends import LOGITS, STATES, EndPrograms
-from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Add, Begin, End, Gemm, Moe, Op, name_of
+from .ops import (
+    CHOSEN,
+    EMBEDDED,
+    INPUTS,
+    LATE,
+    ROUTED,
+    STREAM,
+    STREAMS,
+    Add,
+    Attend,
+    Begin,
+    End,
+    Gemm,
+    LatentAttend,
+    Moe,
+    Op,
+    name_of,
+)
 from .peepholes import fused, fused_layers
 from .torch_bind import bind
 from .torch_ops import Runs, run_ops, within_span
@@ -152,7 +169,8 @@ class TorchProgram:
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
         """A layer's attention alone, of q `[tokens, heads, head_dim]`."""
         step = Step(batch_of_parts(attention), self._layers, {"q": q})
-        run_ops(self._bound(index, self.programs[index].segments[0].mixers[:1], {"a"}), step)
+        own = next(op for op in self.programs[index].ops if isinstance(op, Attend | LatentAttend))
+        run_ops(self._bound(index, [own], {"a"}), step)
         return step.names["a"]
 
     def gemms(self) -> Iterator[tuple[int, Gemm]]:

@@ -87,6 +87,33 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class LogGrowth:
+    """Queries grow with their position p, by `1 + alpha · log(max((p + 1) / floor, 1))` (Inkling)."""
+
+    alpha: float
+    floor: int
+
+    def factors(self, count: int) -> torch.Tensor:
+        """Of positions 0 … count-1, float32."""
+        import torch
+
+        return 1 + self.alpha * torch.log((torch.arange(1, count + 1).float() / self.floor).clamp(min=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeSpec:
+    """Learned numbers are added to scores (Inkling): a head's, of a query whose key is d tokens before it, is the
+    product of the query's own state, which r_proj makes of the layer's input, and of the d-th learned vector.
+    """
+
+    dim: int
+    """Elements of a state."""
+
+    extent: int
+    """Learned vectors; nothing is added to scores of keys that are as far away, or farther."""
+
+
+@dataclass(frozen=True, slots=True)
 class DifferenceSpec:
     """Differential attention (arXiv 2410.05258), as transformers' DiffLlama has it.
 
@@ -203,7 +230,10 @@ class AttentionSpec:
     head_out_eps: float | None = None
     """Of the norm of each head's output, without weights, before gates; None: there is none (Muse Spark)."""
 
-    query_growth: QueryGrowth | None = None
+    query_growth: QueryGrowth | LogGrowth | None = None
+
+    relative: RelativeSpec | None = None
+    """What is added to scores, which grows as queries do; None: nothing is."""
 
     grows: bool = False
     """Queries of latents grow with their position p, by `scale · log(p + 1) + bias`, learned numbers of each head
@@ -349,6 +379,9 @@ class AttentionSpec:
             size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
             gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
             inputs.append(gate)
+        if (relative := self.relative) is not None:
+            size, heads = self.num_heads * relative.dim, self.num_heads
+            inputs.append(Projection("self_attn.r_proj", Group.MIXER_IN, hidden, size, heads, form=self.form))
         if (index := self.block_indexer) is not None:
             inputs += index.projections(hidden)
         return (*inputs, output)

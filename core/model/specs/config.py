@@ -85,10 +85,16 @@ class ModelConfig:
     when they are read. None: there is none (Muse Glimmer).
     """
 
+    embedding_rows_scaled: bool = False
+    """That norm has weights (Inkling)."""
+
     further_embeddings: int = 0
     """Rows of the checkpoint's embeddings behind those of `vocab_size`: of tokens that stand for images or sound, which
     no logit is of. They are not kept.
     """
+
+    further_logits: int = 0
+    """Rows of the checkpoint's output projection behind those of `vocab_size`, likewise (Inkling)."""
 
     position_table: PositionTable | None = None
     """The table of position embeddings, which are added to the tokens'; None: the model has none."""
@@ -170,7 +176,7 @@ class ModelConfig:
             raise UnsupportedModel("a layer has a second mixer without attention, which is not supported")
         for shapes in (
             *({it.shape for it in self.attention_layers if it.form == of.form} for of in self.attention_shapes),
-            {layer.recurrent for layer in self.layers if layer.recurrent},
+            {layer.recurrent.common for layer in self.layers if layer.recurrent},
             *(
                 {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
                 for form in {layer.dense.form for layer in self.layers if layer.dense}
@@ -225,7 +231,7 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer of layers with a state; all are equal. None where no layer has one."""
+        """The mixer of layers with a state; all are equal in `common`. None where no layer has one."""
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
@@ -367,12 +373,17 @@ class ModelConfig:
     @cached_property
     def unit_rows(self) -> Mapping[str, UnitRows]:
         """Paths of projections whose rows the checkpoint has by unit in a tensor of several, and where."""
+        return self.unit_rows_of(self.tensors)
+
+    def unit_rows_of(self, tensors: TensorNames) -> Mapping[str, UnitRows]:
+        """The same of a checkpoint by these names."""
         by_path = {projection.path: projection for projection in self.projections}
         found: dict[str, UnitRows] = {}
-        for name in self.tensors.by_unit:
-            parts = self.tensors.fused[name]
-            rows = unit_rows([by_path[part] for part in parts], self.tensors.units.get(name))
-            found |= zip(parts, rows, strict=True)
+        for name in tensors.by_unit:
+            parts = tensors.fused[name]
+            if not by_path.keys().isdisjoint(parts):  # some models have none of them
+                rows = unit_rows([by_path[part] for part in parts], tensors.units.get(name))
+                found |= zip(parts, rows, strict=True)
         return found
 
     @cached_property

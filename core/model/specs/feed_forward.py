@@ -107,6 +107,9 @@ class GatedSpec:
     inner_norm: bool = False
     """What down reads is normalised (BitNet)."""
 
+    scaled: bool = False
+    """The part's output has a learned factor, one number (Inkling)."""
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
         return gated_projections(hidden, self.size, self.form)
@@ -205,6 +208,12 @@ class Experts:
     layer before began with (ZAYA). 0: it takes the layer's input.
     """
 
+    sinks: int = 0
+    """Further experts, of the same width, that every token goes to: the router scores them, too, and all weights are
+    sigmoids divided by the sum of those of the token's experts and of all sinks (Inkling). Such a router has a learned
+    factor of all weights, one number.
+    """
+
     has_fixed_router: bool = False
     """Adapters don't change the router, whatever tensors they have of it (LongCat-Flash)."""
 
@@ -224,6 +233,11 @@ class Experts:
         return replace(self, size=self.image_size, image_size=0)
 
     @property
+    def of_sinks(self) -> Experts:
+        """The mixture that all sinks are."""
+        return Experts(self.sinks, self.size, Routing(self.sinks), self.activation)
+
+    @property
     def unbounded(self) -> Experts:
         """The same without bounds of activations, in which layers of a model may differ."""
         both = (self.activation, self.shared_activation)
@@ -238,7 +252,7 @@ class Experts:
     @property
     def active_size(self) -> int:
         """Width of all that a token goes through."""
-        return self.routing.per_token * self.size + self.shared_size
+        return (self.routing.per_token + self.sinks) * self.size + self.shared_size
 
     @property
     def share_per_token(self) -> float:

@@ -35,6 +35,7 @@ from .norms import NormGates, Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 from .shared_block import SharedBlock
+from .stream_convs import StreamConvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +173,13 @@ class LayerSpec:
     mixer_beside: MixerBeside | None = None
     """A second mixer of a layer with attention."""
 
+    convs: StreamConvSpec | HeadConvSpec | None = None
+    """Short convolutions beside attention, of its keys and values and of what parts add (Inkling), or of its queries and
+    keys (ZAYA). Such a layer is whole.
+    """
+
     block: SharedBlock | None = None
     """The layer's attention and its gated feed-forward part are a block before its mixer."""
-
-    convolved: HeadConvSpec | None = None
-    """Makes the queries, keys and values of the layer's attention (ZAYA)."""
 
     scales_residual: bool = False
     """What a part adds and the residual stream have learned factors and summands of each element: see
@@ -233,11 +236,11 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer with a state, alone, beside attention or behind a block."""
+        """The mixer with a state, alone, beside attention or behind a block; or convolutions."""
+        if self.convs is not None:
+            return self.convs
         if (own := self.mixer_beside or self.block) is not None:
             return own.mixer
-        if self.convolved is not None:
-            return self.convolved
         return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
@@ -261,7 +264,7 @@ class LayerSpec:
             return "heads are subtracted from others, which other ranks would have"
         if self.experts is not None and self.experts.idle:
             return "experts that give their input back would be added by every rank"
-        if self.convolved is not None:
+        if isinstance(self.convs, HeadConvSpec):
             return "half of all heads' values are those of the token before, which other ranks would have"
         if isinstance(self.streams, GatedStreamsSpec):
             return "gates of several streams and tables of n-grams are made of all streams"
@@ -302,8 +305,8 @@ class LayerSpec:
         if (gates := self.norm_gates) is not None:
             further += norm_gate_projections(hidden, gates.rank, gates.norms)
         parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
-        if self.convolved is not None:
-            parts[0] = (*self.convolved.projections(hidden), parts[0][-1])
+        if isinstance(self.convs, HeadConvSpec):
+            parts[0] = (*self.convs.projections(hidden), parts[0][-1])
         return (*chain(*parts), *further)
 
     def share(self, size: int) -> LayerSpec:
@@ -314,6 +317,7 @@ class LayerSpec:
             feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
             mixer_beside=None if self.mixer_beside is None else self.mixer_beside.share(size),
+            convs=None if self.convs is None else self.convs.share(size),
             block=None if self.block is None else self.block.share(size),
         )
 

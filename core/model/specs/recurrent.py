@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ....memory.pages.states import StateLayout
     from ....ops.library.native_model import NativeShape
     from ....ops.mixers.recurrent import RecurrentWeights
+    from ....ops.mixers.stream_convs import StreamConvs
     from .norms import NormSpec
 
 
@@ -115,8 +116,13 @@ class RecurrentSpec(ABC):
     def tensors(self) -> Mapping[str, MixerTensor]:
         """Its tensors besides the projections, by path in a layer."""
 
+    @property
+    def common(self) -> RecurrentSpec:
+        """What the mixers of a model's layers have alike."""
+        return self
+
     @abstractmethod
-    def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
+    def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights | StreamConvs:
         """Its formula with these tensors, float32, or a rank's share of them: those of `tensors`."""
 
     @abstractmethod

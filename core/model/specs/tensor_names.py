@@ -35,6 +35,9 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 #: The router of experts of images' positions, and its correction.
 IMAGE_ROUTER, IMAGE_CORRECTION = "mlp.image_gate.weight", "mlp.image_gate.e_score_correction_bias"
 
+#: The router's rows of sinks: see `Experts.sinks`.
+SINK_ROUTER = "mlp.sink_gate.weight"
+
 #: The convolution of queries, keys and values, which published checkpoints have in three tensors. So does what
 #: transformers saves, in three equal parts, however wide queries, keys and values are.
 JOINED_CONVS = {"conv1d.weight": ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")}
@@ -129,6 +132,9 @@ class TensorNames:
 
     stacked_queries: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """Likewise, of attention's experts: see `QueryExperts`."""
+
+    stacked_sinks: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Likewise, of sinks: see `Experts.sinks`."""
 
     inputs_first: bool = False
     """Matrices of layers, but for experts', are `[in, out]` (GPT-2)."""

@@ -33,9 +33,12 @@ from ..moe.stacked_experts import stacked_experts
 from ..specs.norms import NormSpec
 from .layer_weights import LayerWeights
 from .rounding_weight import RoundingWeight
-from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, Keep, Slot
+from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, SINK_EXPERTS, Keep, Slot
 from .weight_plan import PACKED, Way, WeightPlan
 from .weights import Pack
+
+#: Parts of a layer's weights that are experts.
+_OF_EXPERTS = (EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, SINK_EXPERTS)
 
 #: Converts a layer's experts after each of their matrices was packed.
 KeepExperts = Callable[[ListedExperts | ListedQueries], ExpertWeights | QueryMatrices]
@@ -91,7 +94,7 @@ def moved(
     def kept(name: str, part: Any) -> Any:
         match keeps.get(name):
             case None:
-                return keep_experts(part) if name in (EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS) else part.to(device)
+                return keep_experts(part) if name in _OF_EXPERTS else part.to(device)
             case Keep.FLOAT32:
                 return part.to(device)
             case Keep.TABLE:

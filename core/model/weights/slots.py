@@ -37,7 +37,7 @@ from ..specs.ngrams import TABLE
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..specs.shared_block import SharedBlock
-from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
+from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER, SINK_ROUTER
 
 #: A part of a tensor: slices of its first dimensions.
 Part = tuple[slice, ...]
@@ -83,8 +83,9 @@ MATRICES = {
 MERGED_MATRICES = {int(group): name for group, name in MATRICES.items() if group not in SMALL_GROUPS}
 
 #: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
-#: `image_experts.…` of that of images' positions, `query_experts.…` of experts of queries.
+#: `image_experts.…` of that of images' positions, `query_experts.…` of experts of queries, `sink_experts.…` of sinks.
 RECURRENT, EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS = "recurrent", "experts", "image_experts", "query_experts"
+SINK_EXPERTS = "sink_experts"
 
 #: Likewise `lookup.…` of a table of n-grams, beside the table itself.
 LOOKUP, LOOKUP_TABLE = "lookup", "lookup_table"
@@ -306,6 +307,8 @@ class _Layer:
         if isinstance(spec.dense, GatedSpec) and spec.dense.inner_norm:
             tensor = SlotTensor("mlp.ffn_sub_norm.weight", (spec.dense.size,))
             yield Slot("mlp_inner_norm", (tensor,), Keep.NORM)
+        if isinstance(spec.dense, GatedSpec) and spec.dense.scaled:
+            yield Slot("mlp_scale", (SlotTensor("mlp.global_scale", (1,)),), Keep.PLAIN)
         yield from self._matrices(Group.DOWN)
         yield from self._around("mlp_out_norm")
         if spec.beside is not None and not spec.is_late:
@@ -444,8 +447,26 @@ class _Layer:
             yield from small("out_norm", "mlp.experts.post_expert_norm.weight", latent.size, has=has_norms)
         if spec.has_sum_bias:
             yield self._bias_of_sum("experts_bias", "mlp.bias")
+        yield from small("scale", "mlp.gate.global_scale", 1, has=spec.sinks)
+        yield from self._further_experts(spec)
+
+    def _further_experts(self, spec: Experts) -> Iterator[Slot]:
+        """Of those beside the experts that every token may go to."""
         if spec.image_size:
             yield from self._of_images(spec)
+        if spec.sinks:
+            yield from self._of_sinks(spec)
+
+    def _of_sinks(self, spec: Experts) -> Iterator[Slot]:
+        """Of the experts that every token goes to, and the router's rows of them."""
+        count, own = spec.sinks, spec.of_sinks.projections(self._hidden)
+        yield Slot(f"{SINK_EXPERTS}.router", (SlotTensor(SINK_ROUTER, (count, self._hidden)),), Keep.FLOAT32)
+        for name, group in (("gate_up", Group.EXPERT_GATE_UP), ("down", Group.EXPERT_DOWN)):
+            of_group = [each.of_expert(number) for number in range(count) for each in own if each.group is group]
+            paths = (each.path.replace("mlp.experts.", "mlp.sink_experts.") for each in of_group)
+            every = zip(of_group, paths, strict=True)
+            tensors = tuple(_weight(replace(each, path=path)) for each, path in every)
+            yield Slot(f"{SINK_EXPERTS}.{name}", tensors, Keep.EXPERT, count=count)
 
     def _before_router(self, size: int) -> Iterator[Slot]:
         """Of the small network before the router, of this width; 0: there is none."""
@@ -517,6 +538,9 @@ def _of_attention(mixer: AttentionSpec) -> Iterator[Slot]:
         yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), keep)
     if slopes := mixer.slopes:
         yield Slot("slopes", (SlotTensor("", (heads,), ((heads, heads),), made=slopes),), Keep.FLOAT32)
+    if (relative := mixer.relative) is not None:
+        tensor = SlotTensor("self_attn.rel_logits_proj.proj", (relative.dim, relative.extent))
+        yield Slot("profiles", (tensor,), Keep.PLAIN)
     if (difference := mixer.difference) is not None:
         names = (f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
         yield Slot("difference", tuple(SlotTensor(each, (difference.key_dim,)) for each in names), Keep.PLAIN)

@@ -20,7 +20,10 @@ EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_hea
 LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
 _TEXT_PART = "language_model."
-_EXPERT = re.compile(r"^((?:mlp|self_attn)\.experts\.)(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^((?:mlp|self_attn|mlp\.sink)[._]experts\.)(\d+)\.(.+)$")
+
+#: The beginning of paths of experts that every token goes to.
+_SINKS = "mlp.sink_experts."
 
 _OUTPUTS = "down_proj"
 _MATRICES = ("gate_proj", "up_proj", _OUTPUTS, "q_proj", "o_proj")
@@ -62,6 +65,8 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     """The parts of a model that are of no layer, by name; a tied `lm_head.weight` is not among them."""
     vocab, hidden = config.vocab_size, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBED: (vocab, hidden)}
+    if config.embedding_rows_scaled:
+        shapes[EMBED_NORM] = (hidden,)
     for norm in (NORM,) * config.has_last_norm + (EMBED_NORM,) * config.embedding_norm:
         if not config.norm.weightless:
             shapes |= dict.fromkeys((norm, bias_of(norm)) if config.norm.biased else (norm,), (hidden,))
@@ -188,7 +193,7 @@ def _layer_sources(
     index: int, config: ModelConfig, tensors: TensorNames, begin: str, names: Container[str]
 ) -> dict[str, Source]:
     """Where a checkpoint has each part of a layer. begin: of all layers' names."""
-    layer, units = config.layers[index], config.unit_rows
+    layer, units = config.layers[index], config.unit_rows_of(tensors)
     shapes = {part.path: part.shape for _, part in _stored_parts(layer, config)}
     tensors = tensors if layer.block is None else tensors.at_place(layer.block.place)
     return {
@@ -269,7 +274,8 @@ def _expert_source(
     expert's, by number. rows: of each matrix.
     """
     matrix = path.rpartition(".")[2]
-    for name, order in (*tensors.stacked_experts.items(), *tensors.stacked_queries.items()):
+    stacks = (*tensors.stacked_experts.items(), *tensors.stacked_queries.items())
+    for name, order in tensors.stacked_sinks.items() if path.startswith(_SINKS) else stacks:
         stored = at + name + (BIASES if kind == "bias" else "")
         if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
             continue

@@ -159,6 +159,9 @@ class WeightLoader(Weights):
         if (embed := self._sources[EMBED].name) in shapes:  # rows beyond the head's are not read
             rows, *others = shapes[embed]
             shapes[embed] = (rows + self._config.further_embeddings, *others)
+        if LM_HEAD in self._tensors and self._config.further_logits:
+            rows, *others = shapes[head := self._sources[LM_HEAD].name]
+            shapes[head] = (rows + self._config.further_logits, *others)
         return shapes | {name: shapes[name][::-1] for name in transposed - experts.keys()}
 
     def _idle(self, stack: str) -> int:

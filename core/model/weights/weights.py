@@ -36,6 +36,7 @@ from .slots import (
     LOOKUP,
     QUERY_EXPERTS,
     RECURRENT,
+    SINK_EXPERTS,
     Keep,
     Part,
     Slot,
@@ -73,6 +74,14 @@ Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
 #: Rows of embeddings that are normalised at a time.
 _ROWS = 4096
+
+
+#: Parts of a layer that are experts, and what each is made of its slots.
+_LISTED: dict[str, Callable[..., Any]] = {
+    EXPERTS: ListedExperts,
+    QUERY_EXPERTS: ListedQueries,
+    SINK_EXPERTS: ListedExperts,
+}
 
 
 class Weights(ABC):
@@ -113,8 +122,11 @@ class Weights(ABC):
         """Token embeddings `[vocab, hidden]`."""
         rows = self._read(self._embed_name)
         if (eps := self._config.embedding_rows_eps) is not None:
+            weight = self._read(EMBED_NORM) if self._config.embedding_rows_scaled else None
             for some in rows.split(_ROWS):  # in place: the table is large
                 some.copy_(rms_norm(some.float(), torch.ones(some.shape[1], device=some.device), eps))
+                if weight is not None:
+                    some.mul_(weight)
         return rows
 
     plan: WeightPlan = LEFT
@@ -254,10 +266,9 @@ class Weights(ABC):
         if LOOKUP in parts and spec.lookup is not None:
             own = self._factors(at + TABLE)
             found[LOOKUP] = spec.lookup.weights({**parts[LOOKUP], **({} if own is None else {FACTORS: own})})
-        if EXPERTS in parts:
-            found[EXPERTS] = _experts(spec, ListedExperts(**parts[EXPERTS]))
-        if QUERY_EXPERTS in parts:
-            found[QUERY_EXPERTS] = ListedQueries(**parts[QUERY_EXPERTS])
+        found |= {part: made(**parts[part]) for part, made in _LISTED.items() if part in parts}
+        if (own := spec.experts) is not None and own.skip_correction is not None and EXPERTS in found:
+            found[EXPERTS].correction[-1] = own.skip_correction
         if IMAGE_EXPERTS in parts:
             shared: dict[str, Any] = {
                 name: parts[EXPERTS].get(name) for name in ("shared_gate_up", "shared_down", "shared_gate")
@@ -372,11 +383,3 @@ class Weights(ABC):
         """The rank's shares of tensors, stacked along their first dimension. reuse: the memory may be that of the last
         tensor so read. dtype: None: the model's. whole: all ranks' shares.
         """
-
-
-def _experts(spec: LayerSpec, experts: ListedExperts) -> ListedExperts:
-    """A layer's experts, with the correction of one that gives nothing: see `Experts.skip_correction`."""
-    own = None if spec.experts is None else spec.experts.skip_correction
-    if own is not None and experts.correction is not None:
-        experts.correction[-1] = own
-    return experts

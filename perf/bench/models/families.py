@@ -27,6 +27,9 @@ def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, 
         fields["layers_block_type"] = ["hybrid" if layer % 3 == 2 else "linear_attention" for layer in range(layers)]
     if family == "mamba-2":
         fields["num_heads"] = 2 * heads * head_dim // 64
+    if family == "inkling":
+        own = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim}
+        fields |= {f"swa_{name}": value for name, value in own.items()}
     if every is not None:
         kinds = [_GLOBAL if layer % every == every - 1 else _LOCAL for layer in range(layers)]
         fields |= {"sliding_window": 512, "layer_types": kinds}
@@ -77,6 +80,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "attn_layer_period": 4,
         "attn_layer_offset": 2,
+    },
+    "inkling": {
+        "architectures": ["InklingForCausalLM"],
+        "model_type": "inkling_text",
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 224,
     },
     "zamba-2": {
         "architectures": ["Zamba2ForCausalLM"],

@@ -39,6 +39,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
     "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
     **{name: {"untold": {**ROUTED, **SUMS_OF_LATENTS}} for name in ("ling-2.6", "ling-2.6-q-latents")},
+    **{name: {"untold": ROUTED} for name in ("inkling", "inkling-padded")},
     "muse-spark": {"refused": {RANKS: "each expert's output is normalised"}},
 }
 
