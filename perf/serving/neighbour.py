@@ -95,7 +95,9 @@ class Flood:
 
     def _send(self) -> None:
         with client(self.url, FLOOD) as sender:
-            while not self._over.is_set() and not self.error:
+            is_first = True  # however short the flood is, each client sends a request
+            while is_first or not (self._over.is_set() or self.error):
+                is_first = False
                 with self._lock:
                     path, body, num_tokens = self.make(self._words)
                 answer = sender.post(path, json=body)

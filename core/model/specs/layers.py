@@ -174,8 +174,8 @@ class LayerSpec:
     """A second mixer of a layer with attention."""
 
     convs: StreamConvSpec | HeadConvSpec | None = None
-    """Short convolutions beside attention, of its keys and values and of what parts add (Inkling), or of its queries and
-    keys (ZAYA). Such a layer is whole.
+    """Short convolutions beside attention, of its keys and values and of what parts add (Inkling), or of its queries
+    and keys (ZAYA). Such a layer is whole.
     """
 
     block: SharedBlock | None = None

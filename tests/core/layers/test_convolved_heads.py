@@ -34,7 +34,7 @@ def model(tmp_path):
 
 def test_shapes_and_slots(model):
     config = read_model_config(model)
-    convolved = config.layers[0].convolved
+    convolved = config.layers[0].convs
     assert (convolved.channels, convolved.in_size, convolved.conv_size) == (112, 128, 3)
     assert config.recurrent == convolved
     assert [each.takes_routed for each in config.layers] == [False, True, True]
