@@ -64,7 +64,7 @@ os.environ["SSL_CERT_FILE"] = str(kept_files("authority", _one_certificate) / "c
 MAX_PROCESSES = 8
 
 #: A plain `pytest` runs one of so many cases of a test marked `wide`, and CHORUS_TEST_SHARE says another number.
-SHARE = 8
+SHARE = 6
 
 #: The environment's variable of what draws the cases of `wide` tests, by default the commit, so that each runs others.
 SEED = "CHORUS_TEST_SEED"

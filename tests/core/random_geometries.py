@@ -618,7 +618,7 @@ def _jetmoe(rng: random.Random) -> Fields:
 
 def _qwen4_exp(rng: random.Random) -> Fields:
     found, layers = _grouped(rng), rng.randint(2, 4)
-    head_dim, size, ratio = rng.choice((8, 16)), rng.choice((2, 3, 4)), rng.choice((2, 3, 5))
+    head_dim, size, ratio = 16, rng.choice((2, 3, 4)), rng.choice((2, 3, 5))
     types = [rng.choice(("linear_attention", "indexed_attention")) for _ in range(layers - 1)]
     types.insert(rng.randrange(layers), "linear_attention")
     linear = [at + 1 for at, kind in enumerate(types) if kind == "linear_attention"]
@@ -636,11 +636,11 @@ def _qwen4_exp(rng: random.Random) -> Fields:
         "linear_conv_kernel_dim": rng.choice((2, 4)),
         "num_experts": rng.choice((3, 8)),
         "num_experts_per_tok": rng.choice((1, 2)),
-        "hc_count": rng.choice((2, 3, 4)),
+        "hc_count": 2,
         "hc_lowrank": rng.choice((6, 12)),
         "ple_layer_ids": sorted(rng.sample(linear, rng.randint(0, len(linear)))),
         "ple_embed_dim": heads * rng.choice((4, 6)),
-        "ple_conv_kernel_size": rng.choice((2, 3, 4)),
+        "ple_conv_kernel_size": 2,  # pages have room for its states
         "ngram_size": size,
         "heads_per_ngram": per,
         "ngram_vocab_size_base": rng.choice((7, 60)),

@@ -314,7 +314,7 @@ class Weights(ABC):
 
     def _table(self, name: str) -> tuple[torch.Tensor, ...]:
         """A tensor whose rows steps fetch, in parts one below the other."""
-        return (self._read(name),)
+        return (self._read(name).cpu(),)
 
     def _partly_made(self, at: str, tensors: Sequence[SlotTensor]) -> torch.Tensor:
         """Vectors one below the other, some of which no checkpoint has; float32 if it has none of them."""
