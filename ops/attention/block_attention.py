@@ -29,11 +29,11 @@ class BlockAttention(PagedAttention):
                 keys = torch.cat([each.transpose(0, 1).flatten(1) for each in parts], 1)[None, :, :dim]
                 found[prefill.tokens] = chosen_blocks(q[prefill.tokens][None], keys, prefill.own, blocks)[0]
         if len(self._decode_pages) and self._decode_places > top:
-            first, count = self._first_decode_token, len(self._decode_pages)
-            parts = (self._gather_decode(each, q.dtype).flatten(1) for each in (cache.k, cache.v))
-            keys = torch.cat(list(parts), 1).view(count, self._decode_places, -1)[..., :dim]
             own = on_device(self._decode_lens - 1, self._device)
-            found[first:] = chosen_blocks(q[first:, None], keys, own, blocks)[:, 0]
+            for rows in self._decode_parts(max(q.shape[1:])):
+                keys = torch.cat([self._decode_keys(each, rows) for each in (cache.k, cache.v)], 2)[..., :dim]
+                tokens = slice(self._first_decode_token + rows.start, self._first_decode_token + rows.stop)
+                found[tokens] = chosen_blocks(q[tokens, None], keys, own[rows], blocks)[:, 0]
         return found
 
     def _attend_blocks(

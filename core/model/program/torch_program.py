@@ -17,7 +17,23 @@ from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
 from .builder import Kept, LayerProgram
 from .ends import LOGITS, STATES, EndPrograms
-from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, STREAM, STREAMS, Add, Begin, End, Gemm, Moe, Op, name_of
+from .ops import (
+    CHOSEN,
+    EMBEDDED,
+    INPUTS,
+    LATE,
+    STREAM,
+    STREAMS,
+    Add,
+    Attend,
+    Begin,
+    End,
+    Gemm,
+    LatentAttend,
+    Moe,
+    Op,
+    name_of,
+)
 from .peepholes import fused, fused_layers
 from .torch_bind import bind
 from .torch_ops import Runs, run_ops, within_span
@@ -150,10 +166,12 @@ class TorchProgram:
         return reads | mixed, tuple(mixed)
 
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
-        """A layer's attention alone, of q `[tokens, heads, head_dim]`."""
-        step = Step(batch_of_parts(attention), self._layers, {"q": q})
-        run_ops(self._bound(index, self.programs[index].segments[0].mixers[:1], {"a"}), step)
-        return step.names["a"]
+        """A layer's attention alone, of q `[tokens, heads, head_dim]`, where no indexer chooses what it attends to."""
+        mixers = (op for segment in self.programs[index].segments for op in segment.mixers)
+        op = next(op for op in mixers if isinstance(op, Attend | LatentAttend))
+        step = Step(batch_of_parts(attention), self._layers, {op.q: q})
+        run_ops(self._bound(index, [op], {op.out}), step)
+        return step.names[op.out]
 
     def gemms(self) -> Iterator[tuple[int, Gemm]]:
         """The GEMMs of all layers as a step runs them, each with its layer."""
