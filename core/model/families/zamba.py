@@ -76,7 +76,7 @@ def _firsts(fields: ConfigJson, types: Sequence[str], blocks: int) -> list[tuple
     embeddings are not tied: then transformers ties no blocks, either, and each layer has one of its own.
     """
     hybrids, name = [index for index, kind in enumerate(types) if kind == _HYBRID], "hybrid_layer_ids"
-    if not fields.is_missing(name) and [*fields.indices(name)] != hybrids:
+    if hybrids and not fields.is_missing(name) and [*fields.indices(name)] != hybrids:
         raise fields.refuse(name, f"the layers with a block are {hybrids}")
     is_tied = fields.boolean("tie_word_embeddings")
     return [(index, hybrids[place % blocks] if is_tied else index) for place, index in enumerate(hybrids)]
