@@ -157,7 +157,7 @@ def _measure(
 
 def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
     """Shapes of a model as an executor serves it."""
-    return Geometry(
+    found = Geometry(
         source="config.json of the model",
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -170,7 +170,8 @@ def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
         itemsize=executor.layout.itemsize,
         float8_kv=executor.layout.float8_kv,
         value_dim=executor.layout.value_dim,
-    ).with_projections(model.projections)
+    )
+    return found.with_projections(model.projections).with_kept(layer.kv_shape for layer in model.kv_layers)
 
 
 def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path], clock: Clock) -> Fit:

@@ -8,7 +8,7 @@ Tests: tests/core/costs/test_costs.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
@@ -111,6 +111,13 @@ class Module(_Strict):
     layers: list[int] = Field(min_length=1)
 
 
+class Kept(_Strict):
+    """Keys of a token that pages keep of a layer: heads, and elements of each; see `memory.pages.layout.KvShape`."""
+
+    heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+
+
 class Geometry(_Strict):
     """Shapes of the base model, for page and adapter sizes. itemsize: bytes per element of adapters, and of KV unless
     it is in FP8.
@@ -132,6 +139,10 @@ class Geometry(_Strict):
     """Elements of a key that are its value (latent attention); null: values are kept, too."""
     modules: list[Module] | None = None
     """The projections that adapters may change; by default those of a model shaped like Llama."""
+    kept: list[Kept] | None = None
+    """Of each layer that has keys of its own, where they are not all that `k_proj` gives: keys of an indexer are behind
+    them. Null: that of each layer with `k_proj` or latents.
+    """
 
     @model_validator(mode="after")
     def _check_modules(self) -> Geometry:
@@ -166,6 +177,13 @@ class Geometry(_Strict):
         ]
         return self.model_copy(update={"modules": modules})
 
+    def with_kept(self, shapes: Iterable[KvShape]) -> Geometry:
+        """The same with what pages keep of each layer that has keys, if its projections don't say so."""
+        found = [(shape.heads, shape.head_dim) for shape in shapes]
+        if found == [(shape.heads, shape.head_dim) for shape in self._kv_shapes]:
+            return self
+        return self.model_copy(update={"kept": [Kept(heads=heads, head_dim=dim) for heads, dim in found]})
+
     @property
     def projections(self) -> Projections:
         """The projections that adapters may change."""
@@ -188,7 +206,9 @@ class Geometry(_Strict):
 
     @property
     def _kv_shapes(self) -> tuple[KvShape, ...]:
-        """What pages keep of a token in each layer with KV, by its projections to keys, latents and index keys."""
+        """What pages keep of a token in each layer with KV."""
+        if self.kept is not None:
+            return tuple(KvShape(each.heads, each.head_dim) for each in self.kept)
         return tuple(shape for layer in self.projections.layers for shape in _kept(layer))
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
@@ -206,16 +226,10 @@ class Geometry(_Strict):
 
 
 def _kept(layer: Sequence[Projection]) -> Iterator[KvShape]:
-    """What pages keep of a layer, if it is anything: keys and values, latents, or the keys of an indexer, which are
-    behind them; of an indexer of blocks, parts behind the key and the value of each head.
-    """
-    sizes = {each.module: each.outputs for each in layer}
-    index, of_blocks = sizes.get("indexer.wk", 0), sizes.get("indexer.k_proj", 0)
-    keys = [each for each in layer if each.module in ("k_proj", "kv_a_proj_with_mqa")]
-    for each in keys:
-        yield KvShape(each.units, each.outputs // each.units + index - (-of_blocks // (2 * each.units)))
-    if index and not keys:
-        yield KvShape(1, index)
+    """What pages keep of a layer whose projections give keys or latents."""
+    for each in layer:
+        if each.module in ("k_proj", "kv_a_proj_with_mqa"):
+            yield KvShape(each.units, each.outputs // each.units)
 
 
 class Profile(_Strict):

@@ -7,7 +7,7 @@ rows of one token each. `attention_backend` says which implementation serves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, overload
 
@@ -498,6 +498,15 @@ class PagedAttention(Attention):
             count[:, :, window:] -= count[:, :, :-window].clone()
         seen = count[:, :, -shape[2] :] > 0
         return seen.repeat_interleave(shape[1] // seen.shape[1], dim=1)
+
+    def _decode_parts(self, width: int) -> Iterator[slice]:
+        """The decode rows, so many at a time as have `MOST_SCORES` elements, of `width` for each of their places."""
+        most, count = max(1, MOST_SCORES // (width * self._decode_places)), len(self._decode_pages)
+        return (slice(first, min(first + most, count)) for first in range(0, count, most))
+
+    def _decode_keys(self, cache: torch.Tensor, rows: slice) -> torch.Tensor:
+        """An indexer's keys of some decode rows `[rows, places, elems]`, also those that a row does not see."""
+        return _pages_of(cache, self._decode_pages[rows]).flatten(1, 2).flatten(2)
 
     def _gather_decode(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The decode rows' cache `[rows · places, kv_heads, head_dim]` in `dtype`, zero where nothing is visible.

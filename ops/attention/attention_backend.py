@@ -154,8 +154,7 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
         # query heads of latents are divided among programs
         group, width = (heads.group, heads.head_dim) if setup.value_dim is None else (1, setup.value_dim)
         ours = triton_obstacle(group, width, dtype, device, setup.scores, float8_kv=setup.float8_kv)
-        if setup.value_dim is not None and any(each.window is not None for each in setup.scores):
-            ours = ours or Obstacle("the decode kernel has no windows over latents, and the model has them")
+        ours = ours or _latents_obstacle(setup)
         if ours is None:
             from .attention_triton import TritonBackend
 
@@ -165,6 +164,17 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
     return TorchBackend(heads, device, reason, theirs.fix if theirs is not None else "", kind)
+
+
+def _latents_obstacle(setup: AttentionSetup) -> Obstacle | None:
+    """Return why the Triton decode kernel can't serve these latents; None if it can, or there are none."""
+    if setup.value_dim is None:
+        return None
+    if any(each.window is not None for each in setup.scores):
+        return Obstacle("the decode kernel has no windows over latents, and the model has them")
+    if setup.heads.head_dim == setup.value_dim:
+        return Obstacle("the decode kernel reads a rotated key behind each latent, and the model's have none")
+    return None
 
 
 def _wrong_values(setup: AttentionSetup, backend: AttentionBackend) -> Obstacle | None:

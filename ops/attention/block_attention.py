@@ -48,10 +48,11 @@ class BlockAttention(PagedAttention):
                 keys = torch.cat([each.transpose(0, 1).flatten(1) for each in parts], 1)[None, :, :dim]
                 yield prefill.tokens, q[prefill.tokens][None], keys, prefill.own
         if len(self._decode_pages) and self._decode_places > top:
-            first, count = self._first_decode_token, len(self._decode_pages)
-            parts = (self._gather_decode(each, q.dtype).flatten(1) for each in (cache.k, cache.v))
-            keys = torch.cat(list(parts), 1).view(count, self._decode_places, -1)[..., :dim]
-            yield slice(first, None), q[first:, None], keys, on_device(self._decode_lens - 1, self._device)
+            own = on_device(self._decode_lens - 1, self._device)
+            for rows in self._decode_parts(max(q.shape[1:])):
+                keys = torch.cat([self._decode_keys(each, rows) for each in (cache.k, cache.v)], 2)[..., :dim]
+                tokens = slice(self._first_decode_token + rows.start, self._first_decode_token + rows.stop)
+                yield tokens, q[tokens, None], keys, own[rows]
 
     def _attend_blocks(
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, chosen: torch.Tensor

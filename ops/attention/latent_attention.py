@@ -38,10 +38,12 @@ class LatentAttention(PagedAttention):
                 own, keys = prefill.tokens, self._gather(cache, prefill.pages, prefill.kv_len)[0]
                 found = choose(q[own][None], weights[own][None], keys, prefill.visible[None], top_k)
                 out[own, :top_k] = found[0].int()
-        if (count := len(self._decode_pages)) and self._decode_places > top_k:
-            own, keys = slice(self._first_decode_token, None), self._gather_decode(cache, q.dtype)
-            keys, seen = keys.view(count, -1, cache.shape[-1]), self._decode_mask(None)[:, 0]
-            out[own, :top_k] = choose(q[own, None], weights[own, None], keys, seen, top_k)[:, 0].int()
+        if len(self._decode_pages) and self._decode_places > top_k:
+            first, seen = self._first_decode_token, self._decode_mask(None)[:, 0]
+            for rows in self._decode_parts(max(q.shape[1], cache.shape[-1])):
+                own, keys = slice(first + rows.start, first + rows.stop), self._decode_keys(cache, rows)
+                found = choose(q[own, None], weights[own, None], keys, seen[rows], top_k)
+                out[own, :top_k] = found[:, 0].int()
         return out
 
     def _attend_latents(

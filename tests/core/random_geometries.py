@@ -439,6 +439,8 @@ def _jamba(rng: random.Random) -> Fields:
 
 def _zamba(rng: random.Random) -> Fields:
     found = _zamba_2(rng)
+    while found["layers_block_type"].count("hybrid") < 2:  # transformers fails to tie one block to no other
+        found = _zamba_2(rng)
     del found["mamba_ngroups"]
     for name in ("use_shared_attention_adapter", "adapter_rank", "use_mem_rope", "add_bias_linear", "num_mem_blocks"):
         del found[name]
@@ -476,6 +478,38 @@ def _zamba_2(rng: random.Random) -> Fields:
         "hidden_act": rng.choice(("gelu", "silu", "gelu_pytorch_tanh")),
         "tie_word_embeddings": True,  # by which transformers ties blocks, too
         **SMALL_WEIGHTS,
+    }
+
+
+def _nemotron(rng: random.Random) -> Fields:
+    found, own, groups = _grouped(rng), _experts(rng), rng.choice((1, 2))
+    pattern = ["M", "E", "*", *rng.choices("ME*-", k=rng.randint(0, 3))]
+    rng.shuffle(pattern)
+    parts = rng.choice((1, 2))
+    return {
+        **found,
+        "hybrid_override_pattern": "".join(pattern),
+        "head_dim": rng.choice((16, 24)),  # a page takes parts of states
+        "mamba_num_heads": groups * rng.choice((1, 2, 4)),
+        "mamba_head_dim": rng.choice((8, 12, 16)),
+        "n_groups": groups,
+        "ssm_state_size": rng.choice((4, 8, 16)),
+        "conv_kernel": rng.choice((2, 3, 4)),
+        "use_conv_bias": rng.random() < 0.5,
+        "use_bias": rng.random() < 0.5,
+        "attention_bias": False,
+        "n_routed_experts": own["num_experts"],
+        "num_experts_per_tok": own["num_experts_per_tok"] // parts or 1,
+        "n_group": parts,
+        "topk_group": 1,
+        "moe_intermediate_size": own["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": rng.choice((16, 40)),
+        "moe_latent_size": rng.choice((None, 16, 24, 40)),
+        "mlp_hidden_act": rng.choice(("relu2", "gelu_pytorch_tanh")),
+        "norm_topk_prob": rng.random() < 0.7,
+        "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        "time_step_min": rng.choice((0.001, 0.3)),
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2)),
     }
 
 
@@ -778,6 +812,7 @@ DRAWS: Mapping[str, Callable[[random.Random], Fields]] = {
     "jamba": _jamba,
     "zamba": _zamba,
     "zamba-2": _zamba_2,
+    "nemotron-3-super": _nemotron,
     "recurrent-gemma": _recurrent_gemma,
     "mimo-v2-flash": _mimo,
     "step-3.7": _step,

@@ -299,11 +299,6 @@ ALL: tuple[Family, ...] = (
     ernie.PADDLEOCR_VL,
 )
 
-UNSERVED = {
-    "DeepseekOcr2ForConditionalGeneration": "adapters on its embeddings gave other tokens than PEFT's",
-}
-"""Architectures that are refused, each with the reason that the error names."""
-
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
 """A checkpoint's architecture → its family."""
 

@@ -27,6 +27,9 @@ def _read_k1(fields: ConfigJson) -> ModelConfig:
 
 def _read_k2(fields: ConfigJson) -> ModelConfig:
     has_experts, rank = _has_experts(fields), fields.integer("gated_norm_rank")
+    for one, other in (("n_group", "topk_group"), ("topk_group", "n_group")):
+        if fields.has(one) and not fields.has(other):
+            raise fields.refuse(other, "n_group and topk_group must be set together, or neither")
     if not fields.has("n_group"):
         fields = fields.with_values({"n_group": 1, "topk_group": 1})
     routing = replace(reading.routing_in_groups(fields), other_score=0.0)

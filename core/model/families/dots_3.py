@@ -78,25 +78,18 @@ def _fields_of_types(fields: ConfigJson, types: list[str]) -> dict[str, ConfigJs
         rotated = max(1, own["head_dim"] - own["qk_nope_head_dim"])
         own[_ROTATED] = fields.integer(f"swa_{_ROTATED}", rotated)
         return {kind: _checked(fields, own if kind == SLIDING else {}, kind) for kind in kinds}
-    given = fields.object(_BY_LAYER)
-    layers = [_of_layer(given, str(layer)) for layer in range(len(types))]
+    layers = [dict(own.raw) for own in reading.fields_by_layer(fields, len(types), (*_SIZES, _ROTATED))]
     found = {kind: layers[types.index(kind)] for kind in kinds}
     if any(found[kind] != own for kind, own in zip(types, layers, strict=True)):
         raise fields.refuse(_BY_LAYER, "layers of one type must have the same sizes")
     return {kind: _checked(fields, own, kind) for kind, own in found.items()}
 
 
-def _of_layer(given: ConfigJson | None, layer: str) -> dict[str, Any]:
-    own = None if given is None else given.object(layer)
-    found = {} if own is None else dict(own.raw)
-    if own is not None and (others := found.keys() - {*_SIZES, _ROTATED}):
-        raise own.refuse(min(others), "only sizes of heads and of latents may differ between layers")
-    return found
-
-
 def _checked(fields: ConfigJson, own: dict[str, Any], kind: str) -> ConfigJson:
     """All fields of a type of layer, with the rope's share of a head, which transformers gives the size of one."""
     found = fields.with_values(own)
+    if found.has("head_dim"):
+        found.integer("head_dim")
     if kind == SLIDING:
         sizes = found.integer("qk_nope_head_dim") + found.integer(_ROTATED)
         if found.integer("head_dim") != sizes:
@@ -130,6 +123,8 @@ def _rope(fields: ConfigJson, kind: str, types: list[str]) -> ConfigJson:
     """The object of the rope of a type of layer, or of all."""
     if not fields.is_missing("rope_scaling") and not fields.is_missing("rope_parameters"):
         raise fields.refuse("rope_scaling", "it is an older name of rope_parameters; give one of them")
+    if fields.raw.get("rope_parameters") == {}:
+        raise fields.refuse("rope_parameters", "transformers takes it for no rope's base of its own; leave it out")
     theta = fields.number("rope_theta")
     given = fields.object("rope_parameters") or fields.object("rope_scaling")
     if given is None:

@@ -129,23 +129,11 @@ def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
 
 def _shapes_by_layer(fields: ConfigJson, types: list[str], heads: Heads) -> list[Heads]:
     """heads: of layers without fields of their own."""
-    each = fields.object("per_layer_config") or fields.part("per_layer_config", {})
-    layers = {int(name) if name.isdecimal() else name: name for name in each.raw}  # transformers fills with zeros
-    found = [_changed(fields, each, layers.get(layer, "")) or heads for layer in range(len(types))]
-    if unknown := [name for layer, name in layers.items() if layer not in range(len(types))]:
-        raise fields.refuse("per_layer_config", f"{unknown[0]!r} is none of {len(types)} layers")
+    each = reading.fields_by_layer(fields, len(types), ("head_dim", "num_key_value_heads"))
+    found = [reading.heads(fields.with_values(own.raw)) if own.raw else heads for own in each]
     if len({*zip(types, found, strict=True)}) > len({*types}):
         raise fields.refuse("per_layer_config", "layers of one type must have the same shape")
     return found
-
-
-def _changed(fields: ConfigJson, each: ConfigJson, name: str) -> Heads | None:
-    """Heads of the layer of this name, with fields of its own; None if it has none."""
-    if (own := each.object(name)) is None:
-        return None
-    if unknown := sorted(own.raw.keys() - {"head_dim", "num_key_value_heads"}):
-        raise own.refuse(unknown[0], "layers may differ in head_dim and num_key_value_heads")
-    return reading.heads(fields.with_values(own.raw))
 
 
 def _experts(fields: ConfigJson) -> Experts:

@@ -25,6 +25,10 @@ from ..specs.norms import Norms, NormSpec
 from ..specs.tensor_names import AROUND_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading, rotary
 
+#: The base of Spark's rope where `config.json` says nothing of it; with an object that leaves it out, it is
+#: that of other families.
+_THETA = 500_000.0
+
 
 def _read(fields: ConfigJson) -> ModelConfig:
     feed_forward, out_eps = reading.gated(fields, "hidden_activation"), fields.number("post_norm_eps")
@@ -35,6 +39,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _read_spark(fields: ConfigJson) -> ModelConfig:
     if fields.integer("hidden_size") % fields.integer("num_attention_heads"):
         raise fields.refuse("hidden_size", "transformers takes multiples of num_attention_heads alone")
+    if all(fields.is_missing(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+        fields = fields.with_values({"rope_theta": _THETA})
     routing = Routing(
         1,
         Scoring.SIGMOID,
@@ -141,7 +147,6 @@ SPARK = Family(
         "max_position_embeddings": 1048576,
         "rms_norm_eps": 1e-5,
         "post_norm_eps": 1e-8,
-        "rope_theta": 500000.0,
         "sliding_window": 2048,
         "qk_scale_factor": 5.4730064863875,
         "output_multiplier": 0.1767766952966369,

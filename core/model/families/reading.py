@@ -242,6 +242,23 @@ def layers_with_experts(
     return [LayerSpec(each, experts if it else plain) for each, it in zip(mixers, has_experts, strict=True)]
 
 
+def fields_by_layer(fields: ConfigJson, count: int, known: Sequence[str]) -> list[ConfigJson]:
+    """What `per_layer_config` has of each of `count` layers: known fields whose values are not the whole model's.
+    Numbers of layers may be filled with zeros, as transformers does from the tenth layer on.
+    """
+    name = "per_layer_config"
+    given = fields.object(name) or fields.part(name, {})
+    layers = {int(key) if key.isdecimal() else key: key for key in given.raw}
+    if others := [key for layer, key in layers.items() if layer not in range(count)]:
+        raise fields.refuse(name, f"{others[0]!r} is none of {count} layers")
+    keys = (layers.get(layer, str(layer)) for layer in range(count))
+    found = [given.object(key) or given.part(key, {}) for key in keys]
+    for own in found:
+        if others := sorted(own.raw.keys() - {*known}):
+            raise own.refuse(others[0], f"layers may differ in {', '.join(known)} alone")
+    return found
+
+
 def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **others: Any) -> ModelConfig:
     """Return a model of these layers; everything else is read from fields that all families share."""
     return ModelConfig(

@@ -46,7 +46,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         factor=fields.number("moe_router_scaling_factor"),
         corrected=True,
     )
-    # transformers takes silu, whatever the field says
+    fields.text("hidden_act", "silu")  # transformers takes silu, whatever text it is
     experts = reading.experts(fields.without("hidden_act"), routing, shared_size=fields.integer("share_expert_dim"))
     plain = GatedSpec(fields.integer("intermediate_size"))
     layers = [
@@ -121,11 +121,7 @@ def _heads(fields: ConfigJson, types: list[str]) -> list[int]:
     """Heads of queries of each layer."""
     name, count = "num_attention_heads", fields.integer("num_attention_heads")
     if "per_layer_config" in fields.raw:
-        layers = fields.object("per_layer_config") or fields.part("per_layer_config", {})
-        each = [layers.object(str(at)) or layers.part(str(at), {}) for at in range(len(types))]
-        if others := sorted({other for own in each for other in own.raw} - {name}):
-            raise fields.refuse("per_layer_config", f"{others[0]} is not supported; layers may differ in {name} alone")
-        return [own.integer(name, count) for own in each]
+        return [own.integer(name, count) for own in reading.fields_by_layer(fields, len(types), (name,))]
     sliding = fields.optional("num_sliding_attention_heads")
     if sliding is None:
         other = fields.object("attention_other_setting")

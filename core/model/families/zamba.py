@@ -75,7 +75,9 @@ def _firsts(fields: ConfigJson, types: Sequence[str], blocks: int) -> list[tuple
     """The layers with a block, each with the first of those that share it. Layers take so many blocks in turn, unless
     embeddings are not tied: then transformers ties no blocks, either, and each layer has one of its own.
     """
-    hybrids = [index for index, kind in enumerate(types) if kind == _HYBRID]
+    hybrids, name = [index for index, kind in enumerate(types) if kind == _HYBRID], "hybrid_layer_ids"
+    if hybrids and not fields.is_missing(name) and [*fields.indices(name)] != hybrids:
+        raise fields.refuse(name, f"the layers with a block are {hybrids}")
     is_tied = fields.boolean("tie_word_embeddings")
     return [(index, hybrids[place % blocks] if is_tied else index) for place, index in enumerate(hybrids)]
 
@@ -84,6 +86,8 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
     """Heads are twice as wide as the residual stream's, and scores have the scale of heads of half their width."""
     wide = 2 * fields.integer("hidden_size")
     heads = reading.heads(fields.without("head_dim").with_values({"hidden_size": wide}))
+    if fields.has("head_dim") and fields.integer("head_dim") != heads.head_dim:
+        raise fields.refuse("head_dim", f"all heads of a block are as wide as its input, {heads.head_dim} each")
     if wide % heads.num_heads:
         raise fields.refuse("num_attention_heads", f"2 · hidden_size, {wide}, must be a multiple of it")
     rope = rotary.rope(fields, heads.head_dim) if fields.boolean("use_mem_rope") else None

@@ -167,11 +167,11 @@ class TorchProgram:
         return reads | mixed, tuple(mixed)
 
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
-        """A layer's attention alone, of q `[tokens, heads, head_dim]`."""
-        step = Step(batch_of_parts(attention), self._layers, {"q": q})
+        """A layer's attention alone, of q `[tokens, heads, head_dim]`, where no indexer chooses what it attends to."""
         own = next(op for op in self.programs[index].ops if isinstance(op, Attend | LatentAttend))
-        run_ops(self._bound(index, [own], {"a"}), step)
-        return step.names["a"]
+        step = Step(batch_of_parts(attention), self._layers, {own.q: q})
+        run_ops(self._bound(index, [own], {own.out}), step)
+        return step.names[own.out]
 
     def gemms(self) -> Iterator[tuple[int, Gemm]]:
         """The GEMMs of all layers as a step runs them, each with its layer."""

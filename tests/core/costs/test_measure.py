@@ -10,7 +10,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.costs.fit import fit
-from chorus.core.costs.machine import TimedExecutor, device_name, measure_machine
+from chorus.core.costs.machine import TimedExecutor, device_name, geometry_of, measure_machine
 from chorus.core.costs.measure import (
     MeasureError,
     Samples,
@@ -22,10 +22,13 @@ from chorus.core.costs.measure import (
     typical,
 )
 from chorus.core.costs.models import Kernel, StepCost, StepWork
-from chorus.core.costs.profile import load_profile
+from chorus.core.costs.profile import Geometry, load_profile
 from chorus.core.costs.work import STEP_TERMS, step_work
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import DecodeBuckets
+
+from ..tiny_families import save_family
 
 SEQS, TOKENS = 8, 96
 
@@ -270,3 +273,22 @@ def test_rows_without_a_knee_have_none():
     found = fit_steps(Samples(work, [flat.seconds(each) for each in work], 0.0))
     assert found.terms["weights"] == 0.0
     assert found.mean_error < 1e-9
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("glm-5.3-flash", "ling-2.6", "kimi-linear", "olmo-hybrid", "diffllama", "jetmoe"),
+        *("minimax-m3", "mimo-v2-flash", "ax-k2", "gemma-4-inputs"),
+    ],
+)
+def test_a_geometry_has_pages_as_the_executor_has_them(tmp_path, family):
+    """Linear attention has projections to keys that pages don't keep; gates of pools are kept behind index keys."""
+    save_family(family, tmp_path)
+    executor = CpuExecutor(EngineConfig(model=tmp_path, memory_bytes=4 << 20, threads=1))
+    geometry = geometry_of(read_model_config(tmp_path), executor)
+    for each in (geometry, Geometry.model_validate_json(geometry.model_dump_json())):
+        found = each.page_layout(16).layer_shapes
+        assert [shape[:2] for shape in found] == [shape[:2] for shape in executor.layout.layer_shapes]
+    executor.close()

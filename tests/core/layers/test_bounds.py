@@ -117,7 +117,10 @@ def test_frequencies_and_scales_are_transformers_own(tiny):
         ({"num_local_experts": 4}, "num_local_experts.*transformers reads n_routed_experts, 16"),
         ({"swiglu_limits": [1.0]}, "swiglu_limits.*1 bounds for num_hidden_layers, 4"),
         ({"swiglu_limits": [-1.0] * 4}, "swiglu_limits.*numbers of at least 0"),
-        ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config.*head_dim is not supported"),
+        (
+            {"per_layer_config": {"1": {"head_dim": 8}}},
+            "per_layer_config.1.head_dim is 8: layers may differ in num_attention_heads",
+        ),
         ({"per_layer_config": {"1": {"num_attention_heads": 5}}}, "num_key_value_heads.*5, must be a multiple"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters.*an object of full_attention"),
         ({"mlp_layer_types": None, "moe_layers_enum": "1;2"}, "moe_layers_enum.*commas between them"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.costs.profile import Geometry
+from chorus.core.costs.machine import geometry_of
 from chorus.core.model.program.indexer_ops import ChooseBlocks, IndexBlocks
 from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
@@ -44,11 +44,7 @@ def test_pages_keep_parts_of_the_indexers_key_behind_keys_and_values(tiny, drive
     driver = drive(tiny("minimax-m3"), adapters={}, block_tokens=8)
     executor, config = driver.executor.rank, driver.executor.rank.config
     assert [shape[:2] for shape in executor.layout.layer_shapes] == [(2, 16), (2, 16 + 3), (2, 16 + 3)]
-    geometry = Geometry(
-        source="tiny",
-        num_layers=3, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=150,
-        max_model_len=64, itemsize=4,
-    ).with_projections(config.projections)  # fmt: skip
+    geometry = geometry_of(config, executor)
     assert geometry.page_layout(8).layer_shapes == executor.layout.layer_shapes
 
 

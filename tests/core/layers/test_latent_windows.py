@@ -122,7 +122,7 @@ def test_adapters_are_on_all_linear_modules():
         ({"layer_types": ["chunked"] * 4}, "chunked is not supported; supported: full_attention, indexed_attention"),
         ({"layer_types": ["full_attention"] * 2}, "2 types for num_hidden_layers, 4"),
         ({"per_layer_config": {"2": {"kv_lora_rank": 8}}}, "layers of one type must have the same sizes"),
-        ({"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}, "only sizes of heads and of latents may differ"),
+        ({"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}, "2.rms_norm_eps is 1.0: layers may differ in"),
         ({"per_layer_config": {"2": {"head_dim": 9}, "3": {"head_dim": 9}}}, "it must be 24, as latents have it"),
         ({"rope_parameters": {"indexed_attention": {"rope_type": "default", "rope_theta": 9.0}}},
          "layers of sliding_attention need an object of that name"),

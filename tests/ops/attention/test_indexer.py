@@ -137,6 +137,24 @@ def test_as_many_tokens_as_are_chosen_are_all_attended_to():
     assert torch.equal(found, latents.run_latents(q, own, heads, None, Scores(SCALE)))
 
 
+def test_keys_of_many_long_rows_are_gathered_a_few_rows_at_a_time():
+    """32 places of 6 elements: three rows have 576."""
+    cache, index, q, kv_up, starts, page_table, _, lens = indexed(6, [(1, 28), (1, 25), (1, 9), (1, 30)])
+    want, made = run(cache, index, q, kv_up, starts, page_table, lens)[0], list[int]()
+
+    def noting(q, weights, keys, seen, top_k):
+        made.append(keys.numel())
+        return chosen_places(q, weights, keys, seen, top_k)
+
+    with (
+        patch.object(attention, "MOST_SCORES", 600),
+        patch("chorus.ops.attention.latent_attention.chosen_places", noting),
+    ):
+        found = run(cache, index, q, kv_up, starts, page_table, lens)[0]
+    assert torch.equal(found, want)
+    assert made == [576, 192]
+
+
 @pytest.mark.parametrize("rows", [[(1, 20), (1, 2)], [(5, 20), (1, 2)]])
 def test_what_an_earlier_owner_left_in_a_page_is_chosen_by_nobody(rows):
     cache, index, q, kv_up, starts, page_table, tables, lens = indexed(8, rows)

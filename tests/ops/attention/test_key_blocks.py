@@ -106,6 +106,24 @@ def test_a_choice_depends_on_no_other_sequence_and_on_no_chunk():
                 torch.testing.assert_close(out, found[own])
 
 
+def test_keys_of_many_long_rows_are_gathered_a_few_rows_at_a_time():
+    """44 places of 7 elements: two rows have 616."""
+    caches, q, index, starts, page_table, _, lens = step(6, [(1, 40)] * 5)
+    want, made = run(caches, q, index, starts, page_table, lens)[0], list[int]()
+
+    def noting(q, keys, own, blocks):
+        made.append(keys.numel())
+        return chosen_blocks(q, keys, own, blocks)
+
+    with (
+        patch.object(attention, "MOST_SCORES", 700),
+        patch("chorus.ops.attention.block_attention.chosen_blocks", noting),
+    ):
+        found = run(caches, q, index, starts, page_table, lens)[0]
+    assert torch.equal(found, want)
+    assert made == [616, 616, 308]
+
+
 def test_the_first_of_equal_blocks_are_chosen_and_the_last_ones_always():
     keys, q = torch.zeros(1, 30, KEY), torch.ones(1, 1, 1, KEY)
     keys[0, 13] = 1.0

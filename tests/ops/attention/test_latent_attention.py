@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.attention import attention
+from chorus.ops.attention import attention, attention_backend
 from chorus.ops.attention.attention import HeadShape
 from chorus.ops.attention.latent_attention import LatentAttention
 from chorus.ops.attention.latents import LatentHeads
@@ -70,6 +70,25 @@ def test_both_ways_are_attention_over_keys_and_values(seed, prefills, decoding, 
         found = run(cache, q, kv_up, starts, page_table, lens)
     want = paged_attention_ref(q, *made(cache, kv_up), starts, tables, lens, attention.Scores(scale=SCALE))
     torch.testing.assert_close(found, want.flatten(1), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("width", "scores", "why"),
+    [
+        (RANK + ROTATED, attention.Scores(window=5), "the decode kernel has no windows over latents"),
+        (RANK, attention.PLAIN, "the decode kernel reads a rotated key behind each latent, and the model's have none"),
+    ],
+)
+def test_on_a_gpu_pytorchs_operators_attend_where_the_kernel_cant(monkeypatch, width, scores, why):
+    """Of GLM-5.3-Flash and of some layers of Mistral Large 4 no key is rotated."""
+    monkeypatch.setattr(attention_backend, "triton_obstacle", lambda *_, **how: None)
+    shape, device = HeadShape(HEADS, 1, width, BLOCK), torch.device("cuda")
+    setup = attention.AttentionSetup(shape, torch.bfloat16, device, 1, 1, (scores,), value_dim=RANK)
+    chosen = attention_backend.choose_attention(setup)
+    assert isinstance(chosen.ragged(), LatentAttention)
+    assert why in chosen.reason
+    with pytest.raises(attention_backend.AttentionUnavailable, match="attention is triton, but the decode kernel"):
+        attention_backend.choose_attention(setup, "triton")
 
 
 @pytest.mark.parametrize("tokens", [5, 20])

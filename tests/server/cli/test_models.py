@@ -105,7 +105,7 @@ def test_integers_of_experts_are_told(tmp_path, capsys):
 def test_a_checkpoint_that_is_not_served_is_refused_with_the_reason(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["RwkvForCausalLM"]}))
     assert cli.main(["models", str(tmp_path)]) == 1
-    assert "architecture RwkvForCausalLM is not supported; supported: LlamaForCausalLM" in capsys.readouterr().err
+    assert "architecture RwkvForCausalLM is not supported: its recurrence is not computed" in capsys.readouterr().err
     assert cli.main(["models", str(tmp_path / "missing")]) == 1
     assert "chorus: error: " in capsys.readouterr().err
 
