@@ -243,7 +243,7 @@ def _minimax_3(rng: random.Random) -> Fields:
     return {
         **found,
         "head_dim": head_dim,
-        "partial_rotary_factor": rng.choice((0.25, 0.5, 0.5)),
+        "partial_rotary_factor": 0.5 if head_dim % 8 else rng.choice((0.25, 0.5, 0.5)),  # of 12 elements 3 would rotate
         "layer_types": _types(rng, count, ("full_attention", "minimax_m3_sparse", "minimax_m3_sparse")),
         "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
         "num_local_experts": own["num_experts"],
