@@ -14,15 +14,19 @@ def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, 
     """What replaces Llama's fields. Windows are of 512 tokens, in as many layers as the family's models have them."""
     every = {"gemma-2": 2, "gemma-3": 6, "exaone-4": 4, "cohere-2": 4, "gpt-oss": 2}.get(family)
     fields: dict[str, Any] = {"head_dim": head_dim, **FAMILIES[family]}
-    if "kv_lora_rank" in fields:  # latents serve all heads
+    if "kv_lora_rank" in fields or family == "diffllama":  # latents serve all heads, and values are of two
         fields["num_key_value_heads"] = heads
     if family == "lfm2":
         kinds = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(layers)]
         fields |= {"layer_types": kinds}
     if family == "nemotron-h":  # each layer is one part
         fields["hybrid_override_pattern"] = ("M-M-M*-" * layers)[:layers]
-    if family == "zamba-2":
+    if family == "nemotron-3-super":
+        fields["hybrid_override_pattern"] = ("MEME*E" * layers)[:layers]
+    if family in ("zamba", "zamba-2"):
         fields["layers_block_type"] = ["hybrid" if layer % 3 == 2 else "linear_attention" for layer in range(layers)]
+    if family == "mamba-2":
+        fields["num_heads"] = 2 * heads * head_dim // 64
     if every is not None:
         kinds = [_GLOBAL if layer % every == every - 1 else _LOCAL for layer in range(layers)]
         fields |= {"sliding_window": 512, "layer_types": kinds}
@@ -78,6 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Zamba2ForCausalLM"],
         "model_type": "zamba2",
         "n_mamba_heads": 32,
+        "tie_word_embeddings": True,  # as blocks are
         "num_mem_blocks": 2,
         "use_mem_rope": True,
         "adapter_rank": 64,
@@ -149,31 +154,141 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
 }
+_MIXTURE = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256}
+_LATENT_MIXTURE = {name: each for name, each in FAMILIES["deepseek-v3"].items() if name != "model_type"}
+_INDEXER = {"index_topk": 512, "index_head_dim": 64, "index_n_heads": 8}
+_OF_INDEXER = {**_LATENT_MIXTURE, **_INDEXER}
+
+#: Mixtures, most of them over latents, and some with an indexer.
 FAMILIES |= {
-    "deepseek-v3.2": {
-        **FAMILIES["deepseek-v3"],
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
-        "index_topk": 512,
-        "index_head_dim": 64,
-        "index_n_heads": 8,
-    },
+    "deepseek-v3.2": {**_OF_INDEXER, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
     "glm-5": {
-        **FAMILIES["deepseek-v3"],
+        **_OF_INDEXER,
         "architectures": ["GlmMoeDsaForCausalLM"],
         "model_type": "glm_moe_dsa",
-        "index_topk": 512,
-        "index_head_dim": 64,
-        "index_n_heads": 8,
         "index_topk_freq": 4,
     },
-    "hy-v4": {
-        **FAMILIES["deepseek-v3"],
-        "architectures": ["HYV4ForCausalLM"],
-        "model_type": "hy_v4",
-        "index_topk": 512,
-        "index_head_dim": 64,
-        "index_n_heads": 8,
+    "hy-v4": {**_OF_INDEXER, "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"},
+    "ax-k2": {
+        **_OF_INDEXER,
+        "architectures": ["AXK2ForCausalLM"],
+        "model_type": "axk2",
+        "gated_norm_rank": 16,
     },
+    "longcat-flash": {
+        **_LATENT_MIXTURE,
+        "architectures": ["LongcatFlashForCausalLM"],
+        "model_type": "longcat_flash",
+        "zero_expert_num": 32,
+        "moe_topk": 8,
+        "expert_ffn_hidden_size": 224,
+    },
+    "ling-2.6": {
+        **_LATENT_MIXTURE,
+        **_MIXTURE,
+        "architectures": ["BailingHybridForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "q_lora_rank": None,
+        "layer_group_size": 4,
+        "head_dim": 64,
+        "num_shared_experts": 1,
+    },
+    "dots-3": {
+        **_OF_INDEXER,
+        "architectures": ["Dots3NoteForCausalLM"],
+        "model_type": "dots3_note_text",
+        "swa_q_lora_rank": 384,
+        "swa_kv_lora_rank": 256,
+        "swa_head_dim": 96,
+        "swa_qk_nope_head_dim": 64,
+        "swa_v_head_dim": 64,
+        "sliding_window": 512,
+    },
+    "minimax-m3": {
+        "architectures": ["MiniMaxM3VLForCausalLM"],
+        "model_type": "minimax_m3_vl_text",
+        "num_local_experts": 64,
+        "num_experts_per_tok": 8,
+        "intermediate_size": 256,
+        "dense_intermediate_size": 2048,
+        "shared_intermediate_size": 256,
+        "partial_rotary_factor": 0.5,
+        "index_head_dim": 64,
+        "index_n_heads": 4,
+        "index_block_size": 64,
+    },
+    "step-3.7": {
+        "architectures": ["Step3p7ForConditionalGeneration"],
+        "model_type": "step3p7",
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "share_expert_dim": 256,
+        "sliding_window": 512,
+    },
+    "muse-spark": {
+        "architectures": ["MuseSparkForConditionalGeneration"],
+        "model_type": "muse_spark",
+        "num_local_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "moe_hidden_size": 256,
+        "sliding_window": 512,
+    },
+    "glm-5.3-flash": {
+        **_OF_INDEXER,
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "model_type": "glm5_next",
+        "text_config": {"model_type": "glm5_next_text"},  # its text part has all the other fields
+        "qk_rope_head_dim": 0,
+        "linear_num_heads": 8,
+        "linear_head_dim": 64,
+    },
+    "laguna": {
+        **_MIXTURE,
+        "architectures": ["LagunaForCausalLM"],
+        "model_type": "laguna",
+        "shared_expert_intermediate_size": 256,
+        "gating": "per-head",
+    },
+    "nemotron-3-super": {
+        **FAMILIES["nemotron-h"],
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 512,
+        "moe_latent_size": 256,
+    },
+    "jetmoe": {
+        "architectures": ["JetMoeForCausalLM"],
+        "model_type": "jetmoe",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "dbrx": {
+        "architectures": ["DbrxForCausalLM"],
+        "model_type": "dbrx",
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 512},
+    },
+}
+
+#: The classics, with LayerNorms, and models without attention, or with little.
+FAMILIES |= {
+    "gpt-2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+    "opt": {"architectures": ["OPTForCausalLM"], "model_type": "opt"},
+    "bloom": {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+    "mpt": {"architectures": ["MptForCausalLM"], "model_type": "mpt"},
+    "falcon": {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "new_decoder_architecture": True},
+    "diffllama": {"architectures": ["DiffLlamaForCausalLM"], "model_type": "diffllama"},
+    "mamba-2": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+    },
+    "falcon-mamba": {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"},
+    "zamba": {"architectures": ["ZambaForCausalLM"], "model_type": "zamba"},
+    "recurrent-gemma": {"architectures": ["RecurrentGemmaForCausalLM"], "model_type": "recurrent_gemma"},
 }
 """Of each family."""

@@ -181,6 +181,9 @@ class ModelSize:
         directory.mkdir(parents=True, exist_ok=True)
         more = fields_of(self.family, self.geometry.layers, self.geometry.heads, self.geometry.head_dim)
         config = self.geometry.config(dtype, **{**self.rope, **more})
+        if (text := config.pop("text_config", None)) is not None:
+            whole = {name: config.pop(name) for name in ("architectures", "model_type")}
+            config = {**whole, "text_config": {**config, **text}}
         (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return directory
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights.tensor_parts import tensor_shapes
 from chorus.ops.lora.sgmv_schedule import decode
 from chorus.perf.bench.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
+from chorus.perf.bench.models.families import FAMILIES
 from chorus.perf.bench.models.sizes import SIZES, Geometry
 from chorus.perf.kernels.variants import GROUPS
 
@@ -23,6 +26,17 @@ def test_the_configuration_is_the_geometry(size, tmp_path):
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     norms = (2 * config.num_layers + 1) * config.hidden_size
     assert count == size.geometry.layer_params + 2 * size.geometry.head_params + norms
+
+
+@pytest.mark.parametrize("size", ["tiny", "125m", "1b"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_configuration_is_read_at_every_size(family, size, tmp_path):
+    """A size that a family refuses would end a run of the benchmark where nobody looks."""
+    size = replace(SIZES[size], family=family)
+    config = read_model_config(size.write_config(tmp_path, "bfloat16"))
+    assert config.architecture == FAMILIES[family].get("architectures", ["LlamaForCausalLM"])[0]
+    shape = size.geometry
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (shape.layers, shape.hidden, shape.vocab)
 
 
 def test_llama_is_llama(tmp_path):
