@@ -214,7 +214,9 @@ class ConfigJson:
     def _get(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)
         if self.is_null(name) and self._nulls is not None and name not in self._nulls:
-            raise self.refuse(name, "transformers takes no null here; leave the field out for its default")
+            has_default = default is not None or self._defaults.get(name) is not None
+            way = "leave the field out for its default" if has_default else "the model needs a value"
+            raise self.refuse(name, f"transformers takes no null here; {way}")
         if value is None:
             value = self._defaults.get(name) if default is None else default
         return value

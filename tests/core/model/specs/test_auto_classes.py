@@ -44,6 +44,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4v_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}},
     "hunyuan_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [16, 16, 16, 16]}},
     "qwen3_omni_moe_text": {"head_dim": 128},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 64,
+    },
     "step3p5": {
         "num_hidden_layers": 12,
         "num_sliding_attention_heads": 96,
