@@ -42,7 +42,7 @@ MIXTURES = [
     *(["llama-4-several", "phi-moe"] if EVERY else []),
     *(["lfm2-moe", "granite-4-h-moe", "ernie-4.5-moe", "qwen3-next", "gemma-4-moe"] if EVERY else []),
     *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
-    *(["afmoe", "cohere-2-moe", "flint", "kolibri-1", "jetmoe", "zaya", "qwen4-exp"] if EVERY else []),
+    *(["afmoe", "cohere-2-moe", "flint", "kolibri-1", "jetmoe", "zaya"] if EVERY else []),
 ]
 #: With windows in all layers; in some.
 WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]
