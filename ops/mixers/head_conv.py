@@ -54,9 +54,8 @@ class HeadConvWeights(RecurrentWeights):
         return self._convolved(seen, len(rows))
 
     def tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
-        """One by one: products of several rows would round otherwise than those of one."""
-        seen = self._taken_in(self._inputs(rows), state)
-        return torch.cat([self._convolved(each, 1) for each in seen.unbind(0)])
+        """See `RecurrentWeights.tokens`."""
+        return self._convolved(self._taken_in(self._inputs(rows), state), 1)
 
     def output(self, mixed: torch.Tensor, rows: torch.Tensor, ranks: Collectives | None) -> torch.Tensor:
         """Queries, keys and values, as attention takes them."""
@@ -99,16 +98,22 @@ class HeadConvWeights(RecurrentWeights):
         return seen
 
     def _convolved(self, seen: torch.Tensor, count: int) -> torch.Tensor:
-        """q', k' and late values of the last `count` tokens. seen: the inputs of these and of those before them."""
+        """q', k' and late values of each sequence's last `count` tokens, sequence after sequence. seen: the inputs of
+        these and of those before them, `[…, tokens, channels]`.
+        """
         (size, channels), later = self.taps.shape, len(self.heads) - 1
-        x = seen[len(seen) - count - later - size + 1 :, :channels]
         length = count + later
-        first = x[:length] * self.taps[0]
+        x = seen[..., seen.shape[-2] - length - size + 1 :, :channels]
+        first = x[..., :length, :] * self.taps[0]
         for tap in range(1, size):
-            first = first + x[tap : tap + length] * self.taps[tap]
-        by_head = (first + self.taps_bias).unflatten(1, self.heads.shape[1:3]).transpose(0, 1)
-        second = by_head[:, :count] @ self.heads[0]
+            first = first + x[..., tap : tap + length, :] * self.taps[tap]
+        by_head = (first + self.taps_bias).unflatten(-1, self.heads.shape[1:3])
+        second = self._of_heads(by_head[..., :count, :, :], 0)
         for tap in range(1, len(self.heads)):
-            second = second + by_head[:, tap : tap + count] @ self.heads[tap]
+            second = second + self._of_heads(by_head[..., tap : tap + count, :, :], tap)
         found = second.transpose(0, 1).flatten(1) + self.heads_bias
-        return torch.cat((found, seen[len(seen) - count - 1 : len(seen) - 1, channels:]), 1)
+        return torch.cat((found, seen[..., -count - 1 : -1, channels:].reshape(len(found), -1)), 1)
+
+    def _of_heads(self, x: torch.Tensor, tap: int) -> torch.Tensor:
+        """Products of each head's matrix `[heads, rows, head_dim]`. x: `[…, tokens, heads, head_dim]`."""
+        return x.reshape(-1, *x.shape[-2:]).transpose(0, 1) @ self.heads[tap]

@@ -40,8 +40,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     shared = fields.integer("shared_expert_intermediate_size")
     experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
-    mixers = {_LINEAR: _delta(fields, norm.eps), _INDEXED: _attention(fields)}
-    first = LayerSpec(mixers[_LINEAR], experts, Norms.NONE, streams=streams)
+    kinds = dict.fromkeys(types)
+    mixers = {kind: _attention(fields) if kind == _INDEXED else _delta(fields, norm.eps) for kind in kinds}
+    first = LayerSpec(mixers[types[0]], experts, Norms.NONE, streams=streams)
     lookups = _lookups(fields, types, streams)
     layers = [replace(first, mixer=mixers[kind], lookup=lookups.get(at)) for at, kind in enumerate(types)]
     layers[-1] = replace(layers[-1], joins=True)
@@ -174,7 +175,8 @@ QWEN4_EXP = Family(
         "split_ngram_parts": 512,
     },
     _NAMES,
-    notes="tables of n-grams stay in the host's memory; draft layers (`mtp`) are left out; by torch, not by ranks",
+    notes="tables of n-grams stay in the host's memory; draft layers (`mtp`) are left out; on one rank, by PyTorch's "
+    "operators",
     nulls=("ple_layer_ids", "ple_embed_dim", "output_gate_type"),
     shape=text_shape(248320, 2048, None, 40, 16),
 )

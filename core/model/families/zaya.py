@@ -102,5 +102,6 @@ ZAYA = Family(
             **{f"mlp.router.{each}": f"mlp.gate.router_mlp.{each}" for each in ("fc1", "fc2", "norm")},
         },
     ),
-    notes="`attention_bias`, and LoRA biases of `v_proj_delayed`, are refused; by torch alone, not by ranks",
+    notes="`attention_bias`, and LoRA biases of `v_proj_delayed`, are refused; the residual stream, which transformers "
+    "keeps in float32, has the model's dtype; on one rank, by PyTorch's operators",
 )

@@ -61,10 +61,12 @@ def look_up(op: LookUp, at: OpContext) -> Run:
         states = step.states
         if states is None:
             raise RuntimeError(f"layer {index} looks n-grams up, and the step has no states for it")
-        with span("lookup.run"):
-            numbers = states.mix(index, step.batch.token_ids[:, None], at.weights[op.weights].first, None)
-            rows = at.weights[op.table].rows(numbers, model.dtype)
         memory = step.kept.get(kept)
+        tokens = step.batch.token_ids  # of a captured piece: as many as its bucket has, and not as the step has
+        tokens = tokens if memory is None else tokens[: len(memory)]
+        with span("lookup.run"):
+            numbers = states.mix(index, tokens[:, None], at.weights[op.weights].first, None)
+            rows = at.weights[op.table].rows(numbers, model.dtype)
         step.names[op.out] = rows if memory is None else memory.copy_(rows)
 
     return run

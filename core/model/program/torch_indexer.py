@@ -97,7 +97,8 @@ def choose_blocks(op: ChooseBlocks, at: OpContext) -> Run:
     k_norm = None if op.k_norm is None else at.weights[op.k_norm]
 
     def keys_of(means: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-        rotation = model.rotary[spec.rope].at(firsts)
+        # pages may go on behind the longest sequence: no query sees a block there, and the rope has no position for it
+        rotation = model.rotary[spec.rope].at(firsts.clamp(max=model.max_model_len - 1))
         return rotate(means[:, None], rotation, k_norm, op.norm.eps)[:, 0]
 
     def run(step: Step) -> None:

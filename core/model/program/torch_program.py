@@ -44,7 +44,7 @@ from .torch_step import Bound, OpContext, Step, batch_of_parts
 _LASTING = frozenset({STREAM, STREAMS, INPUTS, EMBEDDED, CHOSEN, LATE, ROUTED})
 
 #: What a GEMM reads that is run alone.
-_ALONE = "alone"
+_ALONE, _ROUTED_ALONE = "alone", "routed_alone"
 
 
 class Piece(NamedTuple):
@@ -182,9 +182,14 @@ class TorchProgram:
         return ((index, op) for index, ops in enumerate(self._whole) for op in ops if isinstance(op, Moe))
 
     def run_mixture(self, index: int, op: Moe, x: torch.Tensor, backends: GemmBackends) -> torch.Tensor:
-        """A mixture of `mixtures` alone, of x `[rows, hidden]`, which its router gets, too."""
-        step = Step(batch_of_parts(backends=backends), self._layers, {_ALONE: x})
-        run_ops(self._bound(index, [replace(op, x=_ALONE, routed=None)], {op.out}), step)
+        """A mixture of `mixtures` alone, of x `[rows, hidden]`, which its router gets, too, unless that takes rows of
+        another width: then it gets zeros.
+        """
+        size = op.spec.router_size
+        names = {_ALONE: x} | ({_ROUTED_ALONE: x.new_zeros(len(x), size)} if size else {})
+        step = Step(batch_of_parts(backends=backends), self._layers, names)
+        alone = replace(op, x=_ALONE, routed=_ROUTED_ALONE if size else None)
+        run_ops(self._bound(index, [alone], {op.out}), step)
         return step.names[op.out]
 
     def run_gemm(

@@ -98,7 +98,7 @@ def moved(
             case Keep.FLOAT32:
                 return part.to(device)
             case Keep.TABLE:
-                return part.on(device)
+                return part
             case Keep.NORM:
                 return moved_norm(part, norm, device, dtype)
         if isinstance(part, NarrowWeight | RoundingWeight) or part.is_mkldnn:

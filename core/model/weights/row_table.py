@@ -6,7 +6,7 @@ Tests: tests/core/model/weights/test_row_table.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -24,10 +24,6 @@ class RowTable:
         own = numbers.cpu().long()
         found = embedding(own, self.parts[0]) if len(self.parts) == 1 else self._of_parts(own)
         return found.flatten(1).to(numbers.device, dtype)
-
-    def on(self, device: torch.device) -> RowTable:
-        """The same for steps on a device: a GPU copies rows from memory that does not move."""
-        return self if device.type == "cpu" else replace(self, parts=tuple(each.pin_memory() for each in self.parts))
 
     def _of_parts(self, numbers: torch.Tensor) -> torch.Tensor:
         first = self.parts[0]

@@ -7,8 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chorus.core.model.batch import GemmBackend
+from chorus.core.model.decoder import GemmUse
 from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
+from chorus.core.model.program.ops import Moe
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.zaya_ops import AddScaled, CarryRouted
 from chorus.core.model.read_config import read_model_config
@@ -21,6 +24,7 @@ from chorus.memory.pages.projections import Group
 
 from ..test_families import executor_of
 from ..tiny_families import load_model, make_all_linear, save_family
+from .test_hybrids import Runner
 from .test_narrow_values import changed
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -64,6 +68,16 @@ def test_states_take_pages_beside_keys_and_values(model):
     assert layout.states.shape.num_layers == 3
     assert layout.states.shape.conv_elems == 2 * 112
     assert layout.num_layers == 3
+
+
+def test_a_mixture_runs_alone_whatever_its_router_takes(model):
+    """As a GPU times experts at its start."""
+    decoder = Runner(model).decoder
+    config, rows = decoder.config, torch.randn(5, decoder.config.hidden_size)
+    op = next(op for op in layer_program(config.layers[0], config.norm).ops if isinstance(op, Moe))
+    assert op.spec.router_size not in (0, config.hidden_size)
+    use = GemmUse("EXPERTS", rows, mixture=(0, op))
+    assert decoder.run_gemm(use, GemmBackend.LIBRARY, rows).shape == rows.shape
 
 
 def test_adapters_are_on_all_linear_modules():

@@ -5,15 +5,18 @@ products, pages and refusals. For paths, see `paths`.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace as Fake
 
 import pytest
 import torch
 
+from chorus.core.model.program.builder import Kept
 from chorus.core.model.program.gated_ops import LookUp, MeanOfGated
 from chorus.core.model.program.indexer_ops import ChooseBlocks
 from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
+from chorus.core.model.program.torch_gated import look_up
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.narrow_bytes import kept_bytes
@@ -87,6 +90,39 @@ def test_states_of_tables_are_beside_those_of_mixers(tiny, drive):
     assert (states.shape.num_layers, states.shape.further.num_layers) == (3, 2)
     assert states.shape.further.conv_elems == 2 * 3 * 3 * 64
     assert states.further.conv(0)[0] > states.head(2, 3)[0]
+
+
+@pytest.mark.parametrize("kernels", ["torch"])
+def test_the_longest_sequence_may_end_within_a_page(tiny, drive):
+    """Places behind it have no position in the rope."""
+    it = tiny("qwen4-exp-longer")
+    driver = drive(it, adapters={}, block_tokens=16, max_model_len=100, max_num_batched_tokens=100)
+    prompt, want = it.case(None, 92, seed=1, count=8)
+    driver.add("a", None, prompt, max_tokens=8)
+    assert driver.drain()["a"].tokens == want
+
+
+def test_a_piece_of_a_wider_bucket_looks_up_the_steps_own_tokens(model):
+    config, seen = read_model_config(model), list[int]()
+    (op,) = [op for op in layer_program(config.layers[0], config.norm).ops if isinstance(op, LookUp)]
+
+    def mix(index: int, rows: torch.Tensor, *_: object) -> torch.Tensor:
+        seen.append(len(rows))
+        return rows
+
+    table = Fake(rows=lambda numbers, _: numbers.float().expand(-1, op.lookup.width))
+    weights = {op.weights: Fake(first=None), op.table: table}
+    kept = {Kept(op.out, (op.lookup.width,)): torch.zeros(4, op.lookup.width)}
+    step = Fake(states=Fake(mix=mix), batch=Fake(token_ids=torch.arange(24)), kept=kept, names={})
+    look_up(op, Fake(index=0, model=Fake(dtype=torch.float32), weights=weights))(step)
+    assert seen == [4]
+    assert step.names[op.out][:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_fields_of_an_indexer_are_read_where_a_layer_has_one(model):
+    kinds = ["linear_attention"] * 4
+    config = read_model_config(changed(model, layer_types=kinds, indexer_n_heads=None, indexer_head_dim=None))
+    assert all(layer.attention is None for layer in config.layers)
 
 
 def test_adapters_are_on_all_linear_modules():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from chorus.core.model.batch import BY_LIBRARY, StepBatch
 from chorus.core.model.decoder import DecoderModel
@@ -45,12 +46,12 @@ class Sequence:
 class Runner:
     """Runs steps of sequences on the torch decoder."""
 
-    def __init__(self, model: Path, piecewise: bool = False) -> None:
+    def __init__(self, model: Path, piecewise: bool = False, max_model_len: int = 256) -> None:
         self.config = read_model_config(model)
         layout = PageLayout(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, BLOCK, 4)
         self.arena = Arena(layout, PAGES, torch.float32, "cpu")
         with open_weights(model, self.config, torch.float32) as weights:
-            self.decoder = DecoderModel(self.config, weights, self.arena, 256, torch.float32)
+            self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len, torch.float32)
         self.states = PlainStates(self.config)
         self.free = list(range(1, PAGES))
         self.piecewise = piecewise
@@ -93,12 +94,16 @@ class Runner:
             return self._in_pieces(batch) if self.piecewise else self.decoder.forward(batch)
 
     def _in_pieces(self, batch: StepBatch[Any, Any]) -> torch.Tensor:
-        decoder, count = self.decoder, len(self.decoder.layers_of_mixers)
-        flow = decoder.new_flow(len(batch.token_ids) + 3).of(len(batch.token_ids))
+        """Pieces are of a bucket that is wider than the step, as captured ones; mixers have the step's tokens alone."""
+        decoder, count, tokens = self.decoder, len(self.decoder.layers_of_mixers), len(batch.token_ids)
+        flow = decoder.new_flow(tokens + 3)
+        flow.pad(tokens)
+        columns = {name: pad(getattr(batch, name), (0, 3)) for name in ("token_ids", "positions", "offset", "page")}
+        bucket = replace(batch, **columns)  # page 0 belongs to no sequence
         for index in range(count):
-            decoder.piece(index, batch, flow)
-            decoder.mix(index, batch, batch.states, flow)
-        decoder.piece(count, batch, flow)
+            decoder.piece(index, bucket, flow)
+            decoder.mix(index, bucket, batch.states, flow.of(tokens))
+        decoder.piece(count, bucket, flow)
         return decoder.compute_logits(Residual(flow.x), batch)
 
     def greedy(self, prompt: list[int], chunk: int, count: int) -> list[int]:
@@ -141,7 +146,7 @@ class Model:
         raise AssertionError("no clear choices")
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=[*HYBRIDS, "zaya"])
 def model(request, tmp_path_factory) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -151,6 +156,11 @@ def model(request, tmp_path_factory) -> Model:
 def test_greedy_tokens_are_those_of_transformers(model, chunk, piecewise):
     prompt, want = model.case(80)
     assert Runner(model.path, piecewise).greedy(prompt, chunk, len(want)) == want
+
+
+def test_pages_may_go_on_behind_the_longest_sequence(model):
+    prompt, want = model.case(80)
+    assert Runner(model.path, max_model_len=88).greedy(prompt, 100, len(want)) == want
 
 
 def test_sequences_share_steps(model):

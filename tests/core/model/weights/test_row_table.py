@@ -17,5 +17,5 @@ def test_rows_are_found_in_any_part(cuts):
 
 
 def test_rows_are_of_the_dtype_that_is_asked_for():
-    table = RowTable((torch.randn(4, 2),)).on(torch.device("cpu"))
+    table = RowTable((torch.randn(4, 2),))
     assert table.rows(torch.tensor([[3]], dtype=torch.int32), torch.bfloat16).dtype == torch.bfloat16
