@@ -115,8 +115,7 @@ class AdapterWeights(RowsFile):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 self._put(found, own_name, own, name)
-        if self.modules.has_further:
-            self.has_cut_columns = cut_further(found, self.modules)
+        self.has_cut_columns = cut_further(found, self.modules)
         return found
 
     def given_entries(self) -> dict[str, TensorInfo]:

@@ -27,8 +27,9 @@ def _tensor(
     tensors: dict[str, TensorInfo], modules: ModulePaths, group: Group, module: str, *, axis: int
 ) -> str | None:
     """The name of A or B of a module, where it has further tokens along an axis; else None."""
-    index, further = modules.projections.of_group(group), modules.further_rows(module)
-    if index is None or not further:
+    further = modules.further_rows(module)
+    index = modules.projections.of_group(group) if further else None
+    if index is None:
         return None
     projection = modules.projections[modules.projections.name_of(index)]
     name = tensor_names(-1, projection)[0 if axis else 1]

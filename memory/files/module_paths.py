@@ -355,11 +355,6 @@ class ModulePaths:
         """All that an adapter may have A and B of, in all layers."""
         return sum(max(1, each.experts) for layer in self.projections.layers for each in layer)
 
-    @property
-    def has_further(self) -> bool:
-        """True if the model has rows behind those of `vocab_size`."""
-        return bool(self.further_embeddings or self.further_logits)
-
     def further_rows(self, module: str) -> int:
         """`further_logits` or `further_embeddings`. module: `lm_head` or `embed_tokens`."""
         return self.further_logits if module == "lm_head" else self.further_embeddings

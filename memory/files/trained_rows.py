@@ -218,13 +218,7 @@ def _added_rows(
     are not the base model's.
     """
     vocab = modules.vocab_size
-    if vocab is None:
-        return ()
-    ends = [
-        (copy.info.shape[0], modules.further_rows(module)) for module in file.copies for copy in file.copies[module]
-    ]
-    end = max((end for end, further in ends if end > vocab + further), default=0)
-    if not end:
+    if vocab is None or not (end := _end_beyond(file, modules, vocab)):
         return ()
     named = {token for token in added_beyond(directory, vocab, modules.base_tokens) if token < end}
     _check_trained(config, named, vocab)
@@ -235,6 +229,13 @@ def _added_rows(
     if not is_used and not has_tokenizer_file(directory):
         is_used = changed or bool(end % _PADDED_TO)
     return range(vocab, end) if is_used else ()
+
+
+def _end_beyond(file: RowsFile, modules: ModulePaths, vocab: int) -> int:
+    """The most rows of a copy that has more than the base model; 0: none has."""
+    last = {module: vocab + modules.further_rows(module) for module in file.copies}
+    rows = ((copy.info.shape[0], last[module]) for module, copies in file.copies.items() for copy in copies)
+    return max((end for end, most in rows if end > most), default=0)
 
 
 def _check_trained(config: AdapterConfig, named: Collection[int], vocab: int) -> None:
