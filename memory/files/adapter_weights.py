@@ -21,6 +21,7 @@ from .config import CONFIG_FILE
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
+from .further_rows import cut_further
 from .module_paths import ExpertForm, ModulePaths, StackedSides, without_nesting
 from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, LAYERS, PREFIX, STEM, UNEMBED, tensor_names, tensor_shapes
 from .slices import SlicedTarget, SliceFactors, Target, by_target
@@ -91,6 +92,8 @@ class AdapterWeights(RowsFile):
         """Tensors of `ModulePaths.left_out`, once `tensors` was read."""
         self.tower: dict[str, TensorInfo] = {}
         """Those of them in a vision tower that is served, by name; once `tensors` was read."""
+        self.has_cut_columns = False
+        """True if only the first columns of some tensor are used, once `tensors` was read."""
         self._head_names: set[str] = set()
         self.slices: dict[Target, SlicedTarget] = {}
         """The projections that it has in slices, once `tensors` was read."""
@@ -112,6 +115,7 @@ class AdapterWeights(RowsFile):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 self._put(found, own_name, own, name)
+        self.has_cut_columns = cut_further(found, self.modules)
         return found
 
     def given_entries(self) -> dict[str, TensorInfo]:

@@ -36,6 +36,9 @@ class Arrangement(NamedTuple):
     units: UnitRows | None = None
     """Rows of the whole matrix that this one has; None: those from `first_row` on."""
 
+    columns: int | None = None
+    """The first columns of the whole matrix that this one has; None: all."""
+
     def of(self, values: torch.Tensor, num_rows: int) -> torch.Tensor:
         """The matrix `[num_rows, …]`, from the file's flat values."""
         matrix = values.view(self.stored)
@@ -48,7 +51,7 @@ class Arrangement(NamedTuple):
             matrix = _by_other_side(matrix, self.experts, is_a=self.is_a)
         if self.units is not None:
             matrix = matrix[self.units.rows()]
-        return matrix[self.first_row : self.first_row + num_rows]
+        return matrix[self.first_row : self.first_row + num_rows, : self.columns]
 
 
 def _by_other_side(matrix: torch.Tensor, experts: int, *, is_a: bool) -> torch.Tensor:

@@ -122,9 +122,9 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 _leave_out(bypassed, targets, names, projections)
                 refuse_nothing(file.path, bypassed, (*targets, *vectors, *rows, *tower, *filter(None, [head])))
             parts = parts_of(targets, projections) + rows
-            # of stacked experts, and of rows by unit, B is read in another order; slices are joined
+            # of stacked experts, and of rows by unit, B is read in another order; slices are joined, columns cut off
             is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
-            is_plain = is_plain and not modules.units and not modules.given_slices
+            is_plain = is_plain and not modules.units and not modules.given_slices and not file.has_cut_columns
             tensor_spans = _tensor_spans(file, parts, names, projections) if is_plain else None
             parts, tensor_spans = _shared(parts, tensor_spans)
             return AdapterManifest(

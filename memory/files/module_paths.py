@@ -125,6 +125,12 @@ class ModulePaths:
     vocab_size: int | None = None
     """None: not known."""
 
+    further_embeddings: int = 0
+    """Rows of the model's embeddings behind those of `vocab_size`, which have no effect."""
+
+    further_logits: int = 0
+    """Rows of its output projection, likewise."""
+
     hidden_size: int | None = None
     """Likewise."""
 
@@ -348,6 +354,10 @@ class ModulePaths:
     def num_matrices(self) -> int:
         """All that an adapter may have A and B of, in all layers."""
         return sum(max(1, each.experts) for layer in self.projections.layers for each in layer)
+
+    def further_rows(self, module: str) -> int:
+        """`further_logits` or `further_embeddings`. module: `lm_head` or `embed_tokens`."""
+        return self.further_logits if module == "lm_head" else self.further_embeddings
 
     def as_given(self, paths: Collection[str], stems: Collection[str]) -> ModulePaths:
         """Where an adapter has these projections whose tensors are at `paths` in a layer. stems: names of what is

@@ -46,6 +46,11 @@ class TensorInfo:
         row_bytes = self.num_bytes // self.shape[0]
         return replace(self, shape=shape, offset=self.offset + first * row_bytes, num_bytes=count * row_bytes)
 
+    def first_columns(self, count: int) -> TensorInfo:
+        """The first columns of a matrix."""
+        arrangement = self.arrangement or Arrangement((self.shape[0], self.shape[1]))
+        return replace(self, shape=(self.shape[0], count), arrangement=arrangement._replace(columns=count))
+
     def by_unit(self, units: UnitRows) -> TensorInfo:
         """Rows of a matrix, or values of a vector, by unit."""
         as_it_is = Arrangement((self.shape[0], self.shape[1] if len(self.shape) > 1 else 1))

@@ -96,8 +96,8 @@ def _all(file: AdapterWeights, manifest: AdapterManifest) -> Iterator[tuple[str,
             yield "a copy of the base model's, dropped," if is_dropped else "rows", module, copy.info
     for module, (_, info) in file.trained.items():
         yield "trained rows", module, info
-    for info in file.head_biases.values():
-        yield "a copy of the base model's bias, dropped,", "lm_head", info
+    for copy in file.vectors.values():
+        yield f"a copy of the base model's {copy.title}, dropped,", copy.module, copy.info
 
 
 def _text(uses: dict[str, list[str]]) -> str:

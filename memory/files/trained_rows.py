@@ -25,7 +25,7 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
 from .tokens.added_tokens import added_beyond, has_tokenizer_file
-from .whole_copies import MAX_TRAINED_ROWS, RowsFile, WholeCopy, check_head_biases, differing_rows, row_bytes
+from .whole_copies import MAX_TRAINED_ROWS, RowsFile, WholeCopy, check_vectors, differing_rows, row_bytes
 
 _PADDED_TO = 8
 """The least number to a multiple of which vocabularies are padded."""
@@ -55,7 +55,7 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
     """
     _ = file.tensors
     if modules.base_rows is not None:
-        check_head_biases(file, modules.base_rows)
+        check_vectors(file, modules.base_rows)
     _check_named(file, config, modules)
     rows, dropped = _of_copies(file, config, directory, modules)
     found = {module: (tokens, tokens) for module, tokens in rows.items()}  # a copy's rows are numbered by token
@@ -88,7 +88,7 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
                 len(token_ids), 1.0, projections.layers_of(name), (name,), token_ids=token_ids, file_rows=file_rows
             )
         )
-    return FoundRows(tuple(parts), (*dropped, *file.head_biases), *_beyond(file, found, modules))
+    return FoundRows(tuple(parts), (*dropped, *file.vectors), *_beyond(file, found, modules))
 
 
 def _check_normalised(config: AdapterConfig, modules: ModulePaths, found: Collection[str]) -> None:
@@ -157,6 +157,8 @@ def _differing(file: RowsFile, module: str, modules: ModulePaths) -> dict[str, t
     first, *others = file.copies[module]
     for copy in (first, *others):
         rows = tuple(differing_rows(file, copy, module, modules.base_rows))
+        if modules.further_rows(module) and modules.vocab_size is not None:
+            rows = rows[: bisect_left(rows, modules.vocab_size)]
         if rows and copy.is_original:
             raise AdapterFormatError(
                 f"{file.path}: tensor {shown(copy.name)}, from before the training, differs from the base model's "
@@ -216,8 +218,7 @@ def _added_rows(
     are not the base model's.
     """
     vocab = modules.vocab_size
-    end = max((copy.info.shape[0] for copy in chain(*file.copies.values())), default=0)
-    if vocab is None or end <= vocab:
+    if vocab is None or not (end := _end_beyond(file, modules, vocab)):
         return ()
     named = {token for token in added_beyond(directory, vocab, modules.base_tokens) if token < end}
     _check_trained(config, named, vocab)
@@ -228,6 +229,13 @@ def _added_rows(
     if not is_used and not has_tokenizer_file(directory):
         is_used = changed or bool(end % _PADDED_TO)
     return range(vocab, end) if is_used else ()
+
+
+def _end_beyond(file: RowsFile, modules: ModulePaths, vocab: int) -> int:
+    """The most rows of a copy that has more than the base model; 0: none has."""
+    last = {module: vocab + modules.further_rows(module) for module in file.copies}
+    rows = ((copy.info.shape[0], last[module]) for module, copies in file.copies.items() for copy in copies)
+    return max((end for end, most in rows if end > most), default=0)
 
 
 def _check_trained(config: AdapterConfig, named: Collection[int], vocab: int) -> None:

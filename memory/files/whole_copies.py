@@ -38,9 +38,11 @@ _KINDS = (
 _COPY = re.compile(
     rf"base_model\.model\.({'|'.join(map(re.escape, COPIED.values()))})\.({'|'.join(map(re.escape, _KINDS))})weight"
 )
-_BIAS_COPY = re.compile(
-    rf"base_model\.model\.{re.escape(COPIED['lm_head'])}\.(?:{'|'.join(map(re.escape, _KINDS))})bias"
+_VECTOR_COPY = re.compile(
+    rf"base_model\.model\.({'|'.join(map(re.escape, COPIED.values()))})\.(?:{'|'.join(map(re.escape, _KINDS))})"
+    r"(bias|[a-z_]*norm\.weight)"
 )
+_VECTORS = ("norm of the embeddings", "bias of the output projection")
 _DELTA = re.compile(
     rf"base_model\.model\.({'|'.join(map(re.escape, COPIED.values()))})\.token_adapter\.trainable_tokens_delta"
 )
@@ -60,8 +62,10 @@ class BaseRows(Protocol):
         """Some rows, in the dtype that they are stored in."""
         ...
 
-    def head_bias(self) -> torch.Tensor | None:
-        """The bias of the output projection; None if it has none."""
+    def vector(self, module: str, path: str, /) -> torch.Tensor | None:
+        """The `bias` of the output projection, or the weight of a norm in the embeddings, such as `embed_norm.weight`;
+        None if there is none.
+        """
         ...
 
 
@@ -82,6 +86,19 @@ class WholeCopy(NamedTuple):
     def is_shared(self) -> bool:
         """True if PEFT reads it into the base model's own module, which may be tied to another."""
         return _KINDS[self.kind] in ("", "base_layer.")
+
+
+class VectorCopy(NamedTuple):
+    """A tensor that is a copy of a vector in a module: the head's bias, or the weight of a norm of embeddings."""
+
+    module: str
+    path: str
+    """Its place in the module."""
+    info: TensorInfo
+
+    @property
+    def title(self) -> str:
+        return "bias" if self.path == "bias" else "norm"
 
 
 def copy_of(name: str, info: TensorInfo) -> tuple[str, WholeCopy] | None:
@@ -105,16 +122,16 @@ class RowsFile(TensorFile):
         """Whole copies of modules, once `tensors` was read: by module, the one that is taken first."""
         self.trained: dict[str, tuple[str, TensorInfo]] = {}
         """Trained rows of modules, likewise: by module, the tensor and its place."""
-        self.head_biases: dict[str, TensorInfo] = {}
-        """Copies of the output projection's bias, likewise."""
+        self.vectors: dict[str, VectorCopy] = {}
+        """Copies of vectors in modules, likewise: by name."""
 
     def _is_of_rows(self, name: str, info: TensorInfo, *, compares: bool) -> bool:
         """Keep a tensor of whole rows; False for any other. compares: the base model's own rows are at hand."""
         if (module := rows_of(name)) is not None:
             self.trained[module] = name, info
             return True
-        if compares and _BIAS_COPY.fullmatch(name):
-            self.head_biases[name] = info
+        if compares and (vector := _VECTOR_COPY.fullmatch(name)):
+            self.vectors[name] = VectorCopy(_MODULE_OF[vector[1]], vector[2], info)
             return True
         found = copy_of(name, info) if compares else None
         if found is None:
@@ -174,20 +191,20 @@ def differing_rows(file: TensorFile, copy: WholeCopy, module: str, base: BaseRow
     return found
 
 
-def check_head_biases(file: RowsFile, base: BaseRows) -> None:
-    """Raise AdapterFormatError unless a file's copies of the output projection's bias are the base model's."""
+def check_vectors(file: RowsFile, base: BaseRows) -> None:
+    """Raise AdapterFormatError unless a file's copies of vectors in modules are the base model's."""
     import torch
 
-    own = base.head_bias() if file.head_biases else None
-    for name, info in file.head_biases.items():
+    for name, (module, path, info) in file.vectors.items():
+        own = base.vector(module, path)
         data = bytearray(info.num_bytes)
         file.read_into(memoryview(data), info.offset)
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
         if own is None or not torch.equal(torch.frombuffer(data, dtype=dtype).float(), own.float()):
             raise AdapterFormatError(
-                f"{file.path}: tensor {shown(name)} is a bias of the output projection, and the base model has "
+                f"{file.path}: tensor {shown(name)} is a {_VECTORS[path == 'bias']}, and the base model has "
                 f"{'none' if own is None else 'another'}; a trained one is not served: train with bias='none' and "
-                "without the head in modules_to_save"
+                f"without {'the head' if module == 'lm_head' else module} in modules_to_save"
             )
 
 

@@ -2,7 +2,7 @@
 
 Each gives, for every token's row x:
 
-    out = scale · (x + conv(x))          causal, depthwise, over the last `conv_size` tokens
+    out = x + conv(x)          causal, depthwise, over the last `conv_size` tokens
 
 All of it is float32. A layer's convolutions have channels of one state, side by side. A draft's inputs are the rows.
 See `recurrent` for the states of sequences.
@@ -43,8 +43,6 @@ class StreamConvWeights(RecurrentWeights):
     first: int
     """The first of its channels of a layer's."""
 
-    scale: float = 1.0
-
     @property
     def part(self) -> StatePart:
         """See `RecurrentWeights.part`."""
@@ -54,12 +52,12 @@ class StreamConvWeights(RecurrentWeights):
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """See `RecurrentWeights.prompt`."""
         x = rows.float()
-        return self._added(x, convolve(x, self.conv, state.conv))
+        return x + convolve(x, self.conv, state.conv)
 
     def tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """See `RecurrentWeights.tokens`."""
         x = rows.float()
-        return self._added(x, convolve_tokens(x, self.conv, state.conv))
+        return x + convolve_tokens(x, self.conv, state.conv)
 
     def output(self, mixed: torch.Tensor, rows: torch.Tensor, ranks: Collectives | None) -> torch.Tensor:
         """See `RecurrentWeights.output`."""
@@ -77,10 +75,6 @@ class StreamConvWeights(RecurrentWeights):
     def native_tensors(self) -> Mapping[str, torch.Tensor | None]:
         """See `RecurrentWeights.native_tensors`: the library has no such convolutions."""
         return {}
-
-    def _added(self, x: torch.Tensor, convolved: torch.Tensor) -> torch.Tensor:
-        found = x + convolved
-        return found if self.scale == 1.0 else found * self.scale
 
 
 @dataclass(slots=True)

@@ -100,6 +100,8 @@ def _heads(mixer: AttentionSpec) -> str:
         by = "an earlier layer" if index is None else f"an indexer of {index.heads} heads of {index.key_dim}"
         return f"{own}, of {mixer.top_k} tokens chosen by {by}"
     own = f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
+    if mixer.relative is not None:
+        own += f", learned numbers of {mixer.relative.extent} distances"
     if (index := mixer.block_indexer) is None:
         return own
     by = f"an indexer of {index.heads} heads of {index.key_dim}"
@@ -116,6 +118,8 @@ def _sizes(model: ModelConfig) -> list[str]:
 
 def _experts(experts: Experts) -> str:
     shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
+    if experts.sinks:
+        shared = f", and {experts.sinks} for all"
     return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{shared}"
 
 

@@ -23,10 +23,10 @@ from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading
 
 #: Types of layers without a window, and with one.
-WHOLE, SLIDING = "hybrid", "hybrid_sliding"
+_WHOLE, _SLIDING = "hybrid", "hybrid_sliding"
 
 #: Names of fields here, and those which published checkpoints have for them.
-FIELDS = {
+_FIELDS = {
     "sliding_window": "sliding_window_size",
     "n_routed_experts": "num_local_experts",
     "conv_kernel_size": "sconv_kernel_size",
@@ -34,14 +34,14 @@ FIELDS = {
     "logits_mup_width_multiplier": "embedding_multiplier",
 }
 
-#: Fields of heads, which layers with a window have of their own.
-_OF_WINDOWS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+#: What fields of heads begin with, by the type of layers.
+_OF_HEADS = {_WHOLE: "", _SLIDING: "swa_"}
 
 _GATED, _OUT = ("gate_proj", "up_proj"), ("down_proj",)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    fields = _with_widths(reading.renamed(fields, FIELDS))
+    fields = _with_widths(reading.renamed(fields, _FIELDS))
     vocab, kept = fields.integer("vocab_size"), fields.optional("unpadded_vocab_size")
     beyond = max(0, vocab - (kept or vocab))
     layers = [
@@ -73,13 +73,14 @@ def _with_widths(fields: ConfigJson) -> ConfigJson:
 
 def _mixers(fields: ConfigJson) -> Iterator[tuple[AttentionSpec, StreamConvSpec]]:
     """Attention and convolutions of each layer."""
-    heads = heads_of(fields)
+    types = _types_of(fields)
+    heads = {kind: _heads_of(fields, _OF_HEADS[kind]) for kind in _OF_HEADS if kind in types}
     forms = [(each.num_kv_heads, each.head_dim) for each in heads.values()]
     floor, taps = fields.optional("log_scaling_n_floor"), fields.integer("conv_kernel_size", least=2)
     growth = None if floor is None else LogGrowth(fields.number("log_scaling_alpha"), floor)
     mixers: dict[str, AttentionSpec] = {}
     for kind, each in heads.items():
-        window = fields.integer("sliding_window") if kind == SLIDING else None
+        window = fields.integer("sliding_window") if kind == _SLIDING else None
         mixers[kind] = AttentionSpec(
             *each,
             scale=1 / each.head_dim,
@@ -88,33 +89,37 @@ def _mixers(fields: ConfigJson) -> Iterator[tuple[AttentionSpec, StreamConvSpec]
             head_norm=HeadNorm.EACH,
             query_growth=None if window else growth,
             relative=RelativeSpec(fields.integer("d_rel"), window or fields.integer("rel_extent")),
-            form="sliding" if window and each != heads[WHOLE] else "",
+            form="sliding" if window and each != heads.get(_WHOLE, each) else "",
         )
-    for kind in types_of(fields):
+    for kind in types:
         at = [*heads].index(kind)
         yield mixers[kind], StreamConvSpec(fields.integer("hidden_size"), tuple(forms), at, taps)
 
 
-def heads_of(fields: ConfigJson) -> dict[str, reading.Heads]:
-    """The heads of each type of layers."""
-    windows = fields.with_values({name: fields.integer(f"swa_{name}") for name in _OF_WINDOWS})
-    return {WHOLE: reading.heads(fields), SLIDING: reading.heads(windows)}
+def _heads_of(fields: ConfigJson, begin: str) -> reading.Heads:
+    """The heads of a type of layers. begin: of their fields' names."""
+    count, kv_count = (fields.integer(f"{begin}{name}") for name in ("num_attention_heads", "num_key_value_heads"))
+    found = reading.Heads(count, kv_count, fields.integer(f"{begin}head_dim", least=2))
+    if found.num_heads % found.num_kv_heads:
+        why = f"{begin}num_attention_heads, {found.num_heads}, must be a multiple of it"
+        raise fields.refuse(f"{begin}num_key_value_heads", why)
+    return found
 
 
-def types_of(fields: ConfigJson) -> list[str]:
+def _types_of(fields: ConfigJson) -> list[str]:
     """The type of each layer: by `layer_types`, or by numbers of layers with a window; else all but every sixth."""
     count = fields.integer("num_hidden_layers")
     if not fields.is_missing("layer_types"):
         types = fields.texts("layer_types")
-        if unknown := sorted(set(types) - {WHOLE, SLIDING}):
-            raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {WHOLE}, {SLIDING}")
+        if unknown := sorted(set(types) - {_WHOLE, _SLIDING}):
+            raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {_WHOLE}, {_SLIDING}")
         if len(types) != count:
             raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
         return types
     local = {at for at in range(count) if (at + 1) % 6}
     if not fields.is_missing("local_layer_ids"):
         local = {*fields.indices("local_layer_ids")}
-    return [SLIDING if at in local else WHOLE for at in range(count)]
+    return [_SLIDING if at in local else _WHOLE for at in range(count)]
 
 
 def _feed_forwards(fields: ConfigJson) -> Iterator[Experts | GatedSpec]:
@@ -138,7 +143,7 @@ _NAMES = TensorNames(
     left_out=TOWERS,
 )
 #: Names of published checkpoints in all of the family.
-PUBLISHED_NAMES = {
+_PUBLISHED_NAMES = {
     "attention_norm": "attn_norm",
     "mlp_norm": "mlp_norm",
     **{f"self_attn.{each}_proj": f"attn.w{each}_du" for each in "qr"},
@@ -149,16 +154,16 @@ PUBLISHED_NAMES = {
     **{f"self_attn.{each}_sconv.conv1d": f"attn.{each}_sconv" for each in "kv"},
     **{f"{each}_sconv.conv1d": f"{each}_sconv" for each in ("attn", "mlp")},
 }
-PUBLISHED_EXPERTS = {"mlp.experts.w13_weight": _GATED, "mlp.experts.w2_weight": _OUT}
+_PUBLISHED_EXPERTS = {"mlp.experts.w13_weight": _GATED, "mlp.experts.w2_weight": _OUT}
 _PUBLISHED = TensorNames(
     prefixes=("model.llm.",),
     heads=("model.llm.unembed.weight",),
     embeddings="embed",
     embedding_norm="embed_norm",
-    names={**PUBLISHED_NAMES, CORRECTION: "mlp.gate.bias", "mlp.down_proj": "mlp.w2_md"},
+    names={**_PUBLISHED_NAMES, CORRECTION: "mlp.gate.bias", "mlp.down_proj": "mlp.w2_md"},
     fused={"mlp.gate": ("mlp.gate", "mlp.sink_gate"), "mlp.w13_dn": ("mlp.gate_proj", "mlp.up_proj")},
     by_unit=("mlp.w13_dn",),
-    stacked_experts=PUBLISHED_EXPERTS,
+    stacked_experts=_PUBLISHED_EXPERTS,
     stacked_sinks={"mlp.shared_experts.shared_w13_weight": _GATED, "mlp.shared_experts.shared_w2_weight": _OUT},
     alternates=True,
     left_out=TOWERS,

@@ -232,11 +232,7 @@ INKLING = _family(
     "Inkling",
     "InklingForConditionalGeneration",
     "inkling_text",
-    Around(
-        left_out=tuple(
-            f"{outer}{part}." for outer in ("", "model.") for part in ("vision_tower", "audio_tower", "audio")
-        )
-    ),
+    Around(left_out=inkling.TOWERS),
     scaled=True,
 )
 EMU_3 = _family(

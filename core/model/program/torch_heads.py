@@ -66,10 +66,14 @@ def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, mo
 
 
 def query_growth(mixer: AttentionSpec, model: Bound) -> torch.Tensor | None:
-    """Factors of queries by position, `[positions, 1, 1]`; None where they don't grow."""
-    if mixer.query_growth is None:
+    """Factors of queries by position, `[positions, 1, 1]`, in the dtype in which they multiply; None where they do not
+    grow.
+    """
+    growth = mixer.query_growth
+    if growth is None:
         return None
-    return mixer.query_growth.factors(model.max_model_len).to(model.device, model.dtype)[:, None, None]
+    dtype = model.dtype if growth.is_rounded else torch.float32
+    return growth.factors(model.max_model_len).to(model.device, dtype)[:, None, None]
 
 
 def query_weights(layer: LayerWeights, attention: AttentionSpec) -> torch.Tensor | None:

@@ -88,7 +88,7 @@ class TorchProgram:
         """weights: of all layers, and behind them those of the model's ends."""
         self.programs, self._end_programs, self._layers, self.model = programs, ends, weights, model
         self.segments = [each for program in programs for each in program.segments]
-        """The programs of all layers, cut at each mixer; a mixer of two parts is cut in two."""
+        """The programs of all layers, cut at each mixer: a layer is as many as its program has parts."""
         self.layer_of = [index for index, program in enumerate(programs) for _ in program.segments]
         """The layer of each segment."""
         self.bind()
@@ -167,9 +167,14 @@ class TorchProgram:
         return reads | mixed, tuple(mixed)
 
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
-        """A layer's attention alone, of q `[tokens, heads, head_dim]`, where no indexer chooses what it attends to."""
+        """A layer's attention alone, of q `[tokens, heads, head_dim]`, where no indexer chooses what it attends to.
+        Relative states are zeros.
+        """
         own = next(op for op in self.programs[index].ops if isinstance(op, Attend | LatentAttend))
-        step = Step(batch_of_parts(attention), self._layers, {own.q: q})
+        names, relative = {own.q: q}, own.attention.relative
+        if relative is not None and isinstance(own, Attend) and own.relative is not None:
+            names[own.relative] = q.new_zeros(len(q), own.attention.num_heads * relative.dim)
+        step = Step(batch_of_parts(attention), self._layers, names)
         run_ops(self._bound(index, [own], {own.out}), step)
         return step.names[own.out]
 

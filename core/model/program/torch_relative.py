@@ -22,7 +22,7 @@ def take_relative(op: TakeRelative, at: OpContext) -> Run:
     def run(step: Step) -> None:
         x = read(step.names)
         if growth is not None:
-            x = (x.unflatten(1, (heads, -1)) * growth[step.batch.positions]).flatten(1)
+            x = (x.unflatten(1, (heads, -1)) * growth[step.batch.positions]).flatten(1).to(x.dtype)
         step.names[op.out] = x
 
     return run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ....memory.pages.layer_projections import (
     LatentWidths,
@@ -72,6 +72,9 @@ class QueryGrowth:
     Ministral 3).
     """
 
+    is_rounded: ClassVar[bool] = True
+    """Factors are rounded to the model's dtype before they multiply."""
+
     beta: float
     positions: int
 
@@ -89,6 +92,8 @@ class QueryGrowth:
 @dataclass(frozen=True, slots=True)
 class LogGrowth:
     """Queries grow with their position p, by `1 + alpha · log(max((p + 1) / floor, 1))` (Inkling)."""
+
+    is_rounded: ClassVar[bool] = False
 
     alpha: float
     floor: int

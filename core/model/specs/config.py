@@ -428,6 +428,8 @@ class ModelConfig:
             norms_embeddings=self.embedding_rows_eps is not None,
             model_type=self.model_type,
             vocab_size=self.vocab_size,
+            further_embeddings=self.further_embeddings,
+            further_logits=self.further_logits,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),
             absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),

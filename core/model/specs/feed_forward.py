@@ -5,13 +5,14 @@ Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from ....memory.pages.layer_projections import gated_projections, mixture_projections, router_projections
 from ....memory.pages.projections import Group, Projection
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
+from ..config_json import UnsupportedModel
 
 
 class Activation(StrEnum):
@@ -155,6 +156,10 @@ class LatentExperts:
     """Of the norms of latents and of each expert's output; None: there are none."""
 
 
+#: Fields of a mixture with `sinks` that have an effect.
+_BESIDE_SINKS = {"count", "size", "routing", "activation", "sinks", "has_fixed_router"}
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
@@ -221,6 +226,21 @@ class Experts:
     """Images are served; else the further experts stay unread."""
 
     bias = False
+
+    def __post_init__(self) -> None:
+        if self.sinks and (others := self._not_beside_sinks()):
+            raise UnsupportedModel(f"a router that weighs experts of all tokens has {', '.join(others)} of others")
+
+    def _not_beside_sinks(self) -> list[str]:
+        """Fields that such a mixture doesn't compute, and that differ from what it does."""
+        wanted = {"scoring": Scoring.SIGMOID, "renormalised": True}
+        free = {"per_token", "factor", "corrected"}
+        routing = {each.name: wanted.get(each.name, each.default) for each in fields(Routing) if each.name not in free}
+        own = {each.name: each.default for each in fields(self) if each.name not in _BESIDE_SINKS}
+        return [
+            *(f"routing.{name}" for name, value in routing.items() if getattr(self.routing, name) != value),
+            *(name for name, value in own.items() if getattr(self, name) != value),
+        ]
 
     @property
     def biased_paths(self) -> list[str]:

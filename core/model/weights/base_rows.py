@@ -41,16 +41,24 @@ class CheckpointRows:
             raise ValueError(f"the checkpoint has no rows of {module}")
         return self._checkpoint.read(name, (slice(begin, end),))
 
-    def head_bias(self) -> torch.Tensor | None:
-        from .tensor_parts import LM_HEAD_BIAS  # needs torch
-
+    def vector(self, module: str, path: str) -> torch.Tensor | None:
+        part = self._vectors.get((module, path))
         try:
-            name = self._sources[LM_HEAD_BIAS].name
+            name = None if part is None else self._sources[part].name
         except UnsupportedModel:
             return None
-        if not self.config.head_bias or name not in self._checkpoint:
-            return None
-        return self._checkpoint.read(name, (slice(None),))
+        return self._checkpoint.read(name, (slice(None),)) if name is not None and name in self._checkpoint else None
+
+    @property
+    def _vectors(self) -> dict[tuple[str, str], str]:
+        """Parts of the model, by the module that has them and their place in it."""
+        from .tensor_parts import EMBED_NORM, LM_HEAD_BIAS  # needs torch
+
+        found = {("lm_head", "bias"): LM_HEAD_BIAS} if self.config.head_bias else {}
+        if self.config.embedding_rows_scaled:
+            norm = self.config.tensors.embedding_norm.rpartition(".")[2]
+            found["embed_tokens", f"{norm}.weight"] = EMBED_NORM
+        return found
 
     def _tensor(self, module: str) -> str | None:
         """The tensor that has a module's rows, of two tied modules the other's where it has none of its own."""

@@ -17,8 +17,8 @@ from ..tiny_families import save_family
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 #: Layers with an indexer of blocks, of which no request has more than are chosen; differences of heads; experts of
-#: queries; another mixer in the layer; narrow values; keys of earlier layers.
-FAMILIES = ["minimax-m3", "diffllama", "jetmoe", "falcon-h1", "zamba-2", "mimo-v2-flash", "gemma-4-inputs"]
+#: queries; another mixer in the layer; narrow values; keys of earlier layers; relative states.
+FAMILIES = ["minimax-m3", "diffllama", "jetmoe", "falcon-h1", "zamba-2", "mimo-v2-flash", "gemma-4-inputs", "inkling"]
 
 
 def decoder_of(path, family):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,16 @@ from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import Attend, Heads
 from chorus.core.model.program.relative_ops import TakeRelative
 from chorus.core.model.program.text import program_lines
+from chorus.core.model.program.torch_heads import query_growth
+from chorus.core.model.program.torch_relative import take_relative
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.specs.attention import LogGrowth, RelativeSpec
+from chorus.core.model.specs.attention import LogGrowth, QueryGrowth, RelativeSpec
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.slots import slots
 
+from ..adapters.model_module_forms import Alone
+from ..adapters.test_modules_of_every_family import scores_of
 from ..tiny_families import save_family
 from .test_narrow_values import changed
 
@@ -57,6 +63,41 @@ def test_windows_with_the_same_heads_are_one_form(tmp_path):
     assert [layer.attention.form for layer in config.layers] == ["", ""]
     assert [layer.attention.window for layer in config.layers] == [None, 16]
     assert (config.vocab_size, config.further_embeddings, config.further_logits) == (150, 10, 10)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("hybrid", "swa_"), ("hybrid_sliding", "")])
+def test_heads_of_types_without_layers_are_not_read(model, kind, other):
+    unread = {f"{other}num_key_value_heads": 5, f"{other}head_dim": None}
+    config = read_model_config(changed(model, layer_types=[kind] * 4, **unread))
+    (mixer,) = set(config.attention_layers)
+    assert (mixer.num_heads, mixer.form) == ((4, "") if kind == "hybrid" else (6, ""))
+    assert len(config.recurrent.heads) == 1
+
+
+@pytest.mark.parametrize("kernels", ["auto"])
+def test_heads_of_odd_widths(tmp_path, drive):
+    """Nothing is rotated, so halves of heads have no meaning."""
+    save_family("inkling", tmp_path, head_dim=15, swa_head_dim=9)
+    it, prompt = Alone(tmp_path, {}), [5, 9, 140, 33, 71, 149, 2, 64, 17, 148, 8] * 3
+    driver = drive(it, max_num_seqs=4, max_num_batched_tokens=16)
+    answer = driver.run("one", None, prompt, max_tokens=1, prompt_logprobs=1)
+    found = [each.logprob for each in answer.prompt_logprobs]
+    assert found == pytest.approx(scores_of(it.use(None), prompt).tolist(), abs=1e-4)
+
+
+def test_factors_of_queries_are_not_rounded(model):
+    """transformers multiplies in float32, and rounds once."""
+    mixer = read_model_config(model).layers[1].attention
+    bound = SimpleNamespace(max_model_len=40, device=torch.device("cpu"), dtype=torch.bfloat16)
+    factors = LogGrowth(0.4, 12).factors(40)
+    assert torch.equal(query_growth(mixer, bound)[:, 0, 0], factors)
+    own = replace(mixer, query_growth=QueryGrowth(0.1, 8))
+    assert query_growth(own, bound).dtype == torch.bfloat16, "others round them, as transformers does"
+    step = SimpleNamespace(
+        names={"r": torch.randn(40, 24).bfloat16()}, batch=SimpleNamespace(positions=torch.arange(40))
+    )
+    take_relative(TakeRelative("r", "rel", mixer), SimpleNamespace(model=bound))(step)
+    assert torch.equal(step.names["rel"], (step.names["r"].float() * factors[:, None]).bfloat16())
 
 
 def test_the_program_and_its_text(model):
@@ -101,7 +142,9 @@ def test_fields_of_published_checkpoints(model):
         ({"layer_types": ["hybrid", "full_attention"] * 2}, "layer_types.*full_attention is not supported"),
         ({"layer_types": ["hybrid"]}, "layer_types.*1 types for num_hidden_layers, 4"),
         ({"conv_kernel_size": 1}, "conv_kernel_size"),
-        ({"swa_num_key_value_heads": 4}, "num_key_value_heads.*multiple"),
+        ({"swa_num_key_value_heads": 4}, "swa_num_key_value_heads.*swa_num_attention_heads, 6, must be a multiple"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads.*: .*num_attention_heads, 4, must be a multiple"),
+        ({"swa_head_dim": 1}, "swa_head_dim.*at least 2"),
     ],
     ids=str,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,6 +75,21 @@ def test_the_mixture_is_transformers_own(mixture):
     )
     torch.testing.assert_close(found.weights[:, 3:], further, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mix_with_sinks(x, own, sinks, SPEC), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "routing", "why"),
+    [
+        ({"shared_size": 12, "factor": 2.0}, {}, "has shared_size, factor of others"),
+        ({}, {"groups": 2, "kept_groups": 1, "epsilon": 1e-20}, "has routing.epsilon, routing.groups of others"),
+        ({}, {"renormalised": False}, r"routing\.renormalised"),
+        ({}, {"scoring": Scoring.SOFTMAX}, r"routing\.scoring"),
+    ],
+    ids=str,
+)
+def test_what_such_a_mixture_does_not_compute_is_refused(fields, routing, why):
+    with pytest.raises(UnsupportedModel, match=why):
+        replace(SPEC, **fields, routing=replace(SPEC.routing, **routing))
 
 
 def test_a_rows_bits_do_not_depend_on_other_rows(mixture):

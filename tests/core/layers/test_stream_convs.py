@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.paged_states import StatePages
+from chorus.core.model.paged_states import StatePages, layers_with_states
 from chorus.core.model.program.conv_ops import ConvolveStream
 from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import Attend
@@ -49,8 +49,8 @@ def test_states_of_parts_lie_in_the_pages_of_one(model):
     class Arena:
         pages = torch.full((12, 2048), torch.nan)
 
-    Arena.layout = type("Layout", (), {"states": layout})
-    states, held = StatePages(config, Arena), torch.arange(layout.num_pages)[None]
+    states = StatePages(spec, layout, Arena, layers_with_states(config))
+    held = torch.arange(layout.num_pages)[None]
     convs = config.layers[1].convs
     own = convs.weights({path: torch.zeros(each.shape) for path, each in convs.tensors.items()}).by_place
     written = {}

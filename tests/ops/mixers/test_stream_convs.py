@@ -50,12 +50,6 @@ def test_rejected_drafts_leave_nothing(weights):
     torch.testing.assert_close(found, want[5:])
 
 
-def test_a_scale_is_of_the_sum(weights):
-    scaled = StreamConvWeights(weights.conv, 6, 0.5)
-    x = torch.randn(4, CHANNELS)
-    assert torch.equal(scaled.mix(x, state(1), [0, 4]), weights.mix(x, state(1), [0, 4]) * 0.5)
-
-
 def test_the_parts_of_a_state_lie_side_by_side():
     spec = StreamConvSpec(20, ((2, 8), (1, 12)), form=1, conv_size=TAPS)
     assert (spec.kv_size, spec.channels, spec.conv_shape, spec.draft_size) == (12, 72, (3, 72), 72)

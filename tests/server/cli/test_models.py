@@ -40,6 +40,17 @@ def test_a_checkpoint_is_described(tmp_path, capsys):
     assert cli.main(["models", str(BUILTIN_MODEL)]) == 0
 
 
+def test_experts_of_all_tokens_and_relative_attention_are_told(tmp_path, capsys):
+    changes = {"architectures": ["InklingForCausalLM"], "n_routed_experts": 16, "moe_intermediate_size": 40}
+    changes |= {"num_experts_per_tok": 3, "swa_num_attention_heads": 6, "swa_num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, **changes, "swa_head_dim": 24, "rel_extent": 30}))
+    assert cli.main(["models", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "16 experts of 40, 3 for each token, and 2 for all" in out
+    assert "6 heads of 24, 2 KV heads, learned numbers of 512 distances" in out
+    assert "4 heads of 16, 2 KV heads, learned numbers of 30 distances" in out
+
+
 def test_a_checkpoint_without_a_head_is_described(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["Gemma3TextModel"]}))
     assert cli.main(["models", str(tmp_path)]) == 0
