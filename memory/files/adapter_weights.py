@@ -383,9 +383,11 @@ class AdapterWeights(RowsFile):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
         modules = self.modules
-        name, found = self._matched(name)
-        rest = "" if found is None else name[found.end() :]
-        if found is None or (rest.startswith(f"{HEAD}.") and self._is_usual_head(name, found[1])):
+        wrapped = _wrapped(modules.around, modules.layers, modules.embeddings)
+        if (found := wrapped.match(name)) is None:
+            return self._plain_of_no_layer(name, wrapped)
+        rest = name[found.end() :]
+        if rest.startswith(f"{HEAD}.") and self._is_usual_head(name, found[1]):
             return self._plain_of_head(name)
         if rest.startswith((f"{UNEMBED}.", f"{HEAD}.")):
             self._head_names.add(UNEMBED)
@@ -411,15 +413,11 @@ class AdapterWeights(RowsFile):
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
 
-    def _matched(self, name: str) -> tuple[str, re.Match[str] | None]:
-        """A name, with the last layer's number where it is of a module behind all layers, and its beginning."""
-        modules = self.modules
-        wrapped = _wrapped(modules.around, modules.layers, modules.embeddings)
-        found = wrapped.match(name)
-        if found is None and modules.numbers is not None:
-            name = modules.numbers.own(name)
-            found = wrapped.match(name)
-        return name, found
+    def _plain_of_no_layer(self, name: str, wrapped: re.Pattern[str]) -> str:
+        """Of a module behind all layers that has the last one's number here, or of a head."""
+        numbers = self.modules.numbers
+        own = name if numbers is None else numbers.own(name)
+        return self._plain_of_head(own) if wrapped.match(own) is None else self._plain_of_any(own)
 
     def _without_outer(self, name: str) -> str:
         """A name without the modules that are around PEFT's own: those of trainers, and of the model."""

@@ -206,8 +206,7 @@ def _check_experts(config: AdapterConfig, targets: Collection[tuple[int, str]], 
 
 def _check_late(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
     """What a first token has of the one before it is zeros."""
-    found = next((name for _, name in targets if projections[name].is_late), None)
-    if found is not None and config.lora_bias:
+    if config.lora_bias and (found := next((name for _, name in targets if projections[name].is_late), None)):
         raise config.refuse(
             "lora_bias",
             f"the adapter is on {found}, which would give a first token its bias for the one before; train with "

@@ -34,7 +34,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         *heads,
         scale=heads.head_dim**-0.5,
         rope=rope,
-        window=fields.integer("attention_window_size"),
+        window=fields.integer(reading.one_of(fields, "attention_window_size", "sliding_window")),
         qkv_bias=fields.boolean("attention_bias"),
         o_bias=True,
     )
@@ -59,7 +59,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _types(fields: ConfigJson) -> list[str]:
     """Of each layer: `block_types` over and over."""
     count = fields.integer("num_hidden_layers")
-    types = fields.texts("block_types") or [_RECURRENT, _RECURRENT, _ATTENTION]
+    types = fields.texts("block_types") if fields.has("block_types") else [_RECURRENT, _RECURRENT, _ATTENTION]
+    if not types:
+        raise fields.refuse("block_types", "it has no type; leave the field out for its default")
     if unknown := sorted(set(types) - {_ATTENTION, _RECURRENT}):
         raise fields.refuse("block_types", f"{unknown[0]} is not supported; supported: {_ATTENTION}, {_RECURRENT}")
     return [types[index % len(types)] for index in range(count)]
@@ -98,5 +100,5 @@ RECURRENT_GEMMA = Family(
             **{f"temporal.{each}": f"{_MIXER}.{each}" for each in ("conv_1d", "rg_lru")},
         },
     ),
-    nulls=("block_types", "lru_width", "num_key_value_heads"),
+    nulls=("lru_width", "num_key_value_heads"),
 )

@@ -74,12 +74,20 @@ def check_rotated_norm(fields: ConfigJson, rope: RopeConfig) -> None:
         raise scaling.refuse(_type_field(scaling), why)
 
 
+def _sections(scaling: ConfigJson, default: tuple[int, ...]) -> tuple[int, ...]:
+    if scaling.is_missing("mrope_section"):
+        return default
+    if not (found := scaling.indices("mrope_section")):
+        raise scaling.refuse("mrope_section", "it has no section; leave the field out for its default")
+    return found
+
+
 def check_sections(fields: ConfigJson, rope: RopeConfig, default: tuple[int, ...]) -> None:
     """Refuse sections of M-RoPE that don't fill the rotated elements; transformers splits them by these. For text alone
     their sizes have no effect. default: where `mrope_section` is missing.
     """
     scaling = rope_fields(fields)
-    sections = scaling.indices("mrope_section") or default
+    sections = _sections(scaling, default)
     if sum(sections) != rope.dim // 2:
         why = f"its sum must be {rope.dim // 2}, half of the elements that rotate"
         raise scaling.refuse("mrope_section", f"{why}; by default it is {list(default)}")
@@ -91,7 +99,7 @@ def in_sections(fields: ConfigJson, rope: RopeConfig, default: tuple[int, ...]) 
     default: see `check_sections`.
     """
     check_sections(fields, rope, default)
-    sections = rope_fields(fields).indices("mrope_section") or default
+    sections = _sections(rope_fields(fields), default)
     return replace(rope, axes=tuple(index % 3 for index, count in enumerate(sections) for _ in range(count)))
 
 
@@ -100,7 +108,7 @@ def in_turns(fields: ConfigJson, rope: RopeConfig, default: tuple[int, int, int]
     their sections say, and the others are of time.
     """
     scaling = rope_fields(fields)
-    sections = scaling.indices("mrope_section") or default
+    sections = _sections(scaling, default)
     if len(sections) < 3:
         raise scaling.refuse("mrope_section", f"three sections are needed; by default they are {list(default)}")
     turns = ((place % 3, place // 3) for place in range(rope.dim // 2))

@@ -25,6 +25,8 @@ def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, 
         fields["hybrid_override_pattern"] = ("MEME*E" * layers)[:layers]
     if family in ("zamba", "zamba-2"):
         fields["layers_block_type"] = ["hybrid" if layer % 3 == 2 else "linear_attention" for layer in range(layers)]
+    if family == "zamba-2":  # a block's input is the layer's beside the embeddings
+        fields["head_dim"] = 2 * head_dim
     if family == "mamba-2":
         fields["num_heads"] = 2 * heads * head_dim // 64
     if family == "inkling":

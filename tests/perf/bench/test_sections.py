@@ -247,7 +247,7 @@ def test_families(context):
 
 def test_states_of_sequences_are_bytes_that_a_step_needs():
     shape = SimpleNamespace(recurrent_shape=(4, 8, 16), conv_shape=(3, 32))
-    hybrid: Any = SimpleNamespace(recurrent=shape, num_recurrent_layers=5)
+    hybrid: Any = SimpleNamespace(recurrent=shape, num_recurrent_layers=5, lookup=None)
     dense: Any = SimpleNamespace(recurrent=None)
     assert (families.state_bytes(hybrid), families.state_bytes(dense)) == (2 * 4 * 5 * (512 + 96), 0)
 

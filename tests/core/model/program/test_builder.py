@@ -13,6 +13,7 @@ from chorus.core.model.program.ops import (
     EMBEDDED,
     INPUTS,
     LATE,
+    ROUTED,
     STREAM,
     STREAMS,
     Attend,
@@ -30,7 +31,7 @@ from chorus.memory.pages.projections import Group
 from ...tiny_families import EVERY, make_tiny
 
 #: Those which a layer leaves to later ones.
-LEFT = {CHOSEN, LATE}
+LEFT = {CHOSEN, LATE, ROUTED}
 LASTING = {STREAM, STREAMS, INPUTS, EMBEDDED, *LEFT}
 
 

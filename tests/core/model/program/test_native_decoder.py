@@ -71,6 +71,8 @@ class Config:
             "vision": None,
             "streams": self.layers[0].streams,
             "has_blocks": False,
+            "has_last_norm": True,
+            "scales_embeddings": False,
             "head_bias": kind.head_biased,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
