@@ -27,6 +27,8 @@ def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, 
         fields["layers_block_type"] = ["hybrid" if layer % 3 == 2 else "linear_attention" for layer in range(layers)]
     if family == "zamba-2":  # a block's input is the layer's beside the embeddings
         fields["head_dim"] = 2 * head_dim
+    if family == "gpt-neo":
+        fields["attention_types"] = [[["global", "local"], layers // 2]]
     if family == "mamba-2":
         fields["num_heads"] = 2 * heads * head_dim // 64
     if family == "inkling":
@@ -209,6 +211,8 @@ FAMILIES |= {
         "index_topk_freq": 4,
     },
     "hy-v4": {**_OF_INDEXER, "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"},
+    "ax-k1": {**_LATENT_MIXTURE, "architectures": ["AXK1ForCausalLM"], "model_type": "axk1"},
+    "mistral-4": {**_LATENT_MIXTURE, "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"},
     "ax-k2": {
         **_OF_INDEXER,
         "architectures": ["AXK2ForCausalLM"],
@@ -315,6 +319,10 @@ FAMILIES |= {
 #: The classics, with LayerNorms, and models without attention, or with little.
 FAMILIES |= {
     "gpt-2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+    "gpt-neo": {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo"},
+    "gpt-j": {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"},
+    "persimmon": {"architectures": ["PersimmonForCausalLM"], "model_type": "persimmon", "hidden_act": "relu2"},
+    "bitnet": {"architectures": ["BitNetForCausalLM"], "model_type": "bitnet"},
     "opt": {"architectures": ["OPTForCausalLM"], "model_type": "opt"},
     "bloom": {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
     "mpt": {"architectures": ["MptForCausalLM"], "model_type": "mpt"},
