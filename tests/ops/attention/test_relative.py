@@ -8,7 +8,6 @@ import torch
 from chorus.ops.attention import attention
 from chorus.ops.attention.attention import HeadShape, PagedAttention, Scores
 from chorus.ops.attention.attention_backend import flashinfer_obstacle, triton_obstacle
-from chorus.ops.attention.attention_triton import TritonDecodeAttention, TritonRaggedAttention
 from chorus.ops.attention.relative import Relative
 
 HEADS = HeadShape(4, 2, 8, 4)
@@ -77,6 +76,9 @@ def test_what_is_added_does_not_reach_farther_than_the_vectors(drawn):
 
 
 def test_other_attention_refuses_it(drawn):
+    pytest.importorskip("triton")
+    from chorus.ops.attention.attention_triton import TritonDecodeAttention, TritonRaggedAttention
+
     assert not TritonDecodeAttention.takes_relative
     assert not TritonRaggedAttention.takes_relative
     scores, device = (Scores(has_relative=True),), torch.device("cuda")
