@@ -31,6 +31,7 @@ def wanted(q, k, v, relative: Relative, scores: Scores):
     with torch.no_grad():
         bias = module(relative.states[None], places, places)[0]
     k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+    assert scores.scale is not None
     found = torch.einsum("qhd,khd->hqk", q, k) * scores.scale + bias
     ages = places[:, None] - places
     seen = (ages >= 0) & (ages < (scores.window or len(q)))
