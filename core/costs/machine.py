@@ -157,21 +157,10 @@ def _measure(
 
 def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
     """Shapes of a model as an executor serves it."""
-    found = Geometry(
-        source="config.json of the model",
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.kv_shape.head_dim,
-        vocab_size=model.vocab_size,
-        max_model_len=executor.model.max_model_len,
-        itemsize=executor.layout.itemsize,
-        float8_kv=executor.layout.float8_kv,
-        value_dim=executor.layout.value_dim,
+    own = executor.layout
+    return Geometry.of(
+        model, executor.model.max_model_len, own.itemsize, float8_kv=own.float8_kv, value_dim=own.value_dim
     )
-    return found.with_projections(model.projections).with_kept(layer.kv_shape for layer in model.kv_layers)
 
 
 def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path], clock: Clock) -> Fit:

@@ -38,6 +38,8 @@ FORMAT = 2
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from ..model.specs.config import ModelConfig
+
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -111,7 +113,7 @@ class Module(_Strict):
     layers: list[int] = Field(min_length=1)
 
 
-class Kept(_Strict):
+class LayerKv(_Strict):
     """Keys of a token that pages keep of a layer: heads, and elements of each; see `memory.pages.layout.KvShape`."""
 
     heads: int = Field(ge=1)
@@ -139,10 +141,31 @@ class Geometry(_Strict):
     """Elements of a key that are its value (latent attention); null: values are kept, too."""
     modules: list[Module] | None = None
     """The projections that adapters may change; by default those of a model shaped like Llama."""
-    kept: list[Kept] | None = None
-    """Of each layer that has keys of its own, where they are not all that `k_proj` gives: keys of an indexer are behind
-    them. Null: that of each layer with `k_proj` or latents.
+    kv: list[LayerKv] | None = None
+    """Heads and elements of a key in the KV cache, of each layer that has one. Null: they follow from `k_proj` or from
+    latents; an indexer's keys, for example, do not.
     """
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, max_model_len: int, itemsize: int, *, float8_kv: bool, value_dim: int | None
+    ) -> Geometry:
+        """The shapes of a model. itemsize: bytes of an element of the KV cache in the model's dtype."""
+        found = cls(
+            source="config.json of the model",
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.kv_shape.head_dim,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            itemsize=itemsize,
+            float8_kv=float8_kv,
+            value_dim=value_dim,
+        )
+        return found.with_projections(model.projections).with_kv(layer.kv_shape for layer in model.kv_layers)
 
     @model_validator(mode="after")
     def _check_modules(self) -> Geometry:
@@ -177,12 +200,12 @@ class Geometry(_Strict):
         ]
         return self.model_copy(update={"modules": modules})
 
-    def with_kept(self, shapes: Iterable[KvShape]) -> Geometry:
+    def with_kv(self, shapes: Iterable[KvShape]) -> Geometry:
         """The same with what pages keep of each layer that has keys, if its projections don't say so."""
         found = [(shape.heads, shape.head_dim) for shape in shapes]
         if found == [(shape.heads, shape.head_dim) for shape in self._kv_shapes]:
             return self
-        return self.model_copy(update={"kept": [Kept(heads=heads, head_dim=dim) for heads, dim in found]})
+        return self.model_copy(update={"kv": [LayerKv(heads=heads, head_dim=dim) for heads, dim in found]})
 
     @property
     def projections(self) -> Projections:
@@ -207,8 +230,8 @@ class Geometry(_Strict):
     @property
     def _kv_shapes(self) -> tuple[KvShape, ...]:
         """What pages keep of a token in each layer with KV."""
-        if self.kept is not None:
-            return tuple(KvShape(each.heads, each.head_dim) for each in self.kept)
+        if self.kv is not None:
+            return tuple(KvShape(each.heads, each.head_dim) for each in self.kv)
         return tuple(shape for layer in self.projections.layers for shape in _kept(layer))
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:

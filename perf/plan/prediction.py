@@ -160,7 +160,7 @@ def predicted_profile(
         model=f"{model.architecture}, {layers} layers, hidden size {model.hidden_size}",
         source=f"predicted from config.json and {gpu.source}, at efficiencies measured on an H100",
         kernel="sgmv",
-        geometry=_geometry(model, size, float8_kv=float8_kv),
+        geometry=Geometry.of(model, model.max_context, size, float8_kv=float8_kv, value_dim=model.cached_value_dim),
         memory_bytes=Whole(
             value=_arena(directory, gpu, kept.total, model.dtype), source="memory that the weights leave"
         ),
@@ -168,25 +168,6 @@ def predicted_profile(
         disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),
         link=_terms({"latency": LINK_LATENCY, "per_byte": 1 / (gpu.link * COPY)}, "predicted"),
     )
-
-
-def _geometry(model: ModelConfig, size: int, *, float8_kv: bool) -> Geometry:
-    """size: bytes of an element."""
-    found = Geometry(
-        source="config.json of the model",
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.kv_shape.head_dim,
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_context,
-        itemsize=size,
-        float8_kv=float8_kv,
-        value_dim=model.cached_value_dim,
-    )
-    return found.with_projections(model.projections).with_kept(layer.kv_shape for layer in model.kv_layers)
 
 
 def _state_bytes(model: ModelConfig) -> int:

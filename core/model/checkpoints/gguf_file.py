@@ -88,7 +88,7 @@ class GgufFile:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json beside the file, of its text part; {} where there is none."""
+        """Fields of the text model in the config.json next to the file; empty if there is no such file."""
         path = self.path.parent / "config.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ _BEGIN = re.compile(r"^(?:model\.|language_model\.|backbone\.|transformer\.)+")
 #: Ends of the names of hyper-connections.
 _HYPER = ("fn", "base", "scale")
 
-#: Tensors beside the layers.
+#: Names of tensors that belong to no layer.
 _ENDS = {
     "embed_tokens": "token_embd",
     "embeddings": "token_embd",

@@ -20,7 +20,7 @@ class GgufSource(NamedTuple):
     """Tensors whose rows follow one another."""
 
     shape: tuple[int, ...]
-    """Of transformers' tensor."""
+    """The shape of the tensor in transformers."""
 
     order: Callable[[], torch.Tensor] | None = None
     """Makes the rows of `parts` in transformers' order. None: they are in that order."""
@@ -30,7 +30,7 @@ class GgufSource(NamedTuple):
 
 
 class FileTensors(Protocol):
-    """The tensors of a file, as what is made of several sees them; see `gguf_sources.Names`."""
+    """Access to a file's tensors for functions that combine several of them; see `gguf_sources.Names`."""
 
     file: GgufFile
 

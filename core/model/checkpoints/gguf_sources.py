@@ -227,7 +227,7 @@ class Names:
         return self._table.find(name, again=name.removesuffix(end) + _ENDS.get(end, ""))
 
     def _of_both(self, name: str) -> GgufSource | None:
-        """A tensor of gates and ups, of which the file has each."""
+        """A `gate_up` tensor, whose halves the file stores as two tensors."""
         both = ".gate_up_proj."
         found = [self._find(name.replace(both, f".{each}_proj.")) for each in ("gate", "up")] if both in name else []
         parts = tuple(Stored(each) for each in found if each in self.file.tensors)

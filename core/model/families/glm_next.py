@@ -52,7 +52,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _mixers(fields: ConfigJson, eps: float) -> list[AttentionSpec | RecurrentSpec]:
-    types, kinds = _types(fields), latent.indexer_kinds(fields, may_begin_shared=True)
+    types = reading.layer_types(fields, 4, _LINEAR, _INDEXED)
+    kinds = latent.indexer_kinds(fields, may_begin_shared=True)
     for index, (kind, own) in enumerate(zip(types, kinds, strict=True)):
         is_behind = index > 0 and types[index - 1] == _INDEXED and kinds[index - 1] == latent.FULL
         if kind == _INDEXED and own == latent.SHARED and not is_behind:
@@ -61,19 +62,6 @@ def _mixers(fields: ConfigJson, eps: float) -> list[AttentionSpec | RecurrentSpe
     full, delta = _attention(fields, eps), _delta(fields, eps)
     of_kind = {latent.FULL: full, latent.SHARED: replace(full, indexer=None, form="shared")}
     return [delta if kind == _LINEAR else of_kind[own] for kind, own in zip(types, kinds, strict=True)]
-
-
-def _types(fields: ConfigJson) -> list[str]:
-    """Kinds of layers: by default every fourth one has attention."""
-    count = fields.integer("num_hidden_layers")
-    if fields.is_missing("layer_types"):
-        return [_INDEXED if index % 4 == 3 else _LINEAR for index in range(count)]
-    types = [_INDEXED if kind == reading.FULL else kind for kind in fields.texts("layer_types")]
-    if unknown := [kind for kind in types if kind not in (_LINEAR, _INDEXED)]:
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {_LINEAR}, {_INDEXED}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    return types
 
 
 def _attention(fields: ConfigJson, eps: float) -> AttentionSpec:

@@ -42,8 +42,8 @@ _GATED, _OUT = ("gate_proj", "up_proj"), ("down_proj",)
 
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = _with_widths(reading.renamed(fields, _FIELDS))
-    vocab, kept = fields.integer("vocab_size"), fields.optional("unpadded_vocab_size")
-    beyond = max(0, vocab - (kept or vocab))
+    vocab, unpadded = fields.integer("vocab_size"), fields.optional("unpadded_vocab_size")
+    beyond = max(0, vocab - (unpadded or vocab))
     layers = [
         LayerSpec(mixer, feed_forward, convs=convs)
         for (mixer, convs), feed_forward in zip(_mixers(fields), _feed_forwards(fields), strict=True)

@@ -35,7 +35,8 @@ _MOST_TOKENS = 1 << 24
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    norm, types = reading.rms_norm(fields, one_plus=True), _layer_types(fields)
+    norm, interval = reading.rms_norm(fields, one_plus=True), fields.integer("full_attention_interval", 4)
+    types = reading.layer_types(fields, interval, _LINEAR, _INDEXED)
     streams = GatedStreamsSpec(fields.integer("hc_count", least=2), fields.integer("hc_lowrank"))
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     shared = fields.integer("shared_expert_intermediate_size")
@@ -49,19 +50,6 @@ def _read(fields: ConfigJson) -> ModelConfig:
     parts = tuple(f"{_TABLE}.shard_{at}.weight" for at in range(fields.integer("split_ngram_parts")))
     names = replace(_NAMES, joined={f"{_TABLE}.weight": parts}, numbers=ModuleBehind(len(layers) - 1, _JOIN))
     return reading.dense(fields, layers, norm, tensors=names, has_last_norm=False)
-
-
-def _layer_types(fields: ConfigJson) -> list[str]:
-    """Kinds of layers: by default every fourth one has attention."""
-    count, interval = fields.integer("num_hidden_layers"), fields.integer("full_attention_interval", 4)
-    if fields.is_missing("layer_types"):
-        return [_LINEAR if (index + 1) % interval else _INDEXED for index in range(count)]
-    types = [_INDEXED if kind == reading.FULL else kind for kind in fields.texts("layer_types")]
-    if unknown := [kind for kind in types if kind not in (_LINEAR, _INDEXED)]:
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {_LINEAR}, {_INDEXED}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    return types
 
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:

@@ -219,13 +219,16 @@ def one_of(fields: ConfigJson, *names: str) -> str:
     return (given or names)[0]
 
 
-def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING) -> list[str]:
-    """`layer_types`, or by default full attention in every `pattern`-th layer and `other` in the others."""
-    count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
+def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING, full: str = FULL) -> list[str]:
+    """`layer_types`, or by default full attention in every `pattern`-th layer and `other` in the others. full: what a
+    family calls the former, which may have the usual name, too.
+    """
+    count = fields.integer("num_hidden_layers")
     if fields.is_missing("layer_types"):
-        return [other if (index + 1) % pattern else FULL for index in range(count)]
-    if unknown := sorted(set(types) - {FULL, other}):
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {other}")
+        return [other if (index + 1) % pattern else full for index in range(count)]
+    types = [full if kind == FULL else kind for kind in fields.texts("layer_types")]
+    if unknown := sorted(set(types) - {full, other}):
+        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {full}, {other}")
     if len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
     return types

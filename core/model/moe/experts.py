@@ -254,7 +254,7 @@ def _gating(activation: ExpertActivation) -> NativeGating | None:
 
 
 def what_native_lacks(spec: Experts) -> str | None:
-    """What the native library lacks for a mixture; None if it computes it."""
+    """Return why the native library can't compute a mixture; None if it can."""
     if spec.sees:
         return "mixture with experts of images"
     if spec.latent is not None:

@@ -18,8 +18,9 @@ from ..specs.norms import BEHIND, PARALLEL, NormKind, NormSpec
 from ..specs.query_experts import QueryExperts
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
+from .factor_ops import AddGated, NormHeads, NormScaled
 from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
-from .muse_ops import AddGated, NormHeads, NormScaled
+from .inkling_ops import MoeWithSinks, TakeRelative
 from .ops import (
     CHOSEN,
     LATE,
@@ -56,8 +57,6 @@ from .ops import (
     View,
 )
 from .query_ops import OutputsOfExperts, QueriesOfExperts
-from .relative_ops import TakeRelative
-from .sink_ops import MoeWithSinks
 
 
 class Kept(NamedTuple):

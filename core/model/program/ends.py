@@ -29,9 +29,9 @@ from .end_ops import (
     Select,
     SplitStreams,
 )
+from .factor_ops import ScaleEmbeddings
 from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
 from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Concat, Gemm, Norm, Op, Replace, Scale, Sum
-from .zaya_ops import ScaleEmbeddings
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"

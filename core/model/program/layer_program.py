@@ -13,8 +13,7 @@ from ..specs.norms import NormSpec
 from ..specs.shared_block import SharedBlock
 from ..specs.stream_convs import StreamConvSpec
 from .builder import LayerBuilder, LayerProgram
-from .conv_builder import ConvBuilder
-from .convolved_builder import ConvolvedBuilder
+from .conv_builders import ConvBuilder, ConvolvedBuilder
 from .gated_builder import GatedBuilder
 from .other_builders import BlockBuilder, HyperBuilder, StreamBuilder
 

@@ -15,11 +15,11 @@ from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
 from .builder import LayerProgram
-from .conv_ops import ConvolveStream
 from .end_text import connections, end_detail
 from .ends import end_programs
 from .hyper_ops import ConnectStreams, GiveToStreams
 from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
+from .inkling_ops import ConvolveStream, MoeWithSinks
 from .layer_program import layer_program
 from .ops import (
     Activate,
@@ -45,7 +45,6 @@ from .ops import (
     TakeGates,
 )
 from .query_ops import OutputsOfExperts, QueriesOfExperts
-from .sink_ops import MoeWithSinks
 from .stream_ops import AddToOthers, CorrectStreams, PredictStreams
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from ..moe.sink_experts import mix_with_sinks
 from ..nvtx_spans import span
 from .builder import Kept
-from .conv_ops import ConvolveStream
-from .relative_ops import TakeRelative
-from .sink_ops import MoeWithSinks
+from .inkling_ops import ConvolveStream, MoeWithSinks, TakeRelative
 from .torch_heads import query_growth
 from .torch_step import OpContext, Run, Step, reader
 

@@ -119,10 +119,6 @@ class HeadedScanSpec(RecurrentSpec):
         """See `RecurrentSpec.why_not`."""
         return f"the number of Mamba's heads, {self.num_heads}," if self.num_heads % size else None
 
-    def native_shape(self) -> None:
-        """None: the native library does not compute it."""
-        return
-
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
         heads = f"{self.num_heads} heads of {self.head_dim} by {self.state_size}"

@@ -183,7 +183,7 @@ class LayerSpec:
 
     scales_residual: bool = False
     """What a part adds and the residual stream have learned factors and summands of each element: see
-    `program.zaya_ops.AddScaled` (ZAYA).
+    `program.factor_ops.AddScaled` (ZAYA).
     """
 
     takes_routed: bool = False
@@ -209,7 +209,7 @@ class LayerSpec:
     """
 
     residual_temperature: float | None = None
-    """The residual stream and what parts add have learned factors, see `program.muse_ops.AddGated`; None: they have
+    """The residual stream and what parts add have learned factors, see `program.factor_ops.AddGated`; None: they have
     none (Muse Spark).
     """
 

@@ -152,10 +152,6 @@ class NgramSpec(RecurrentSpec):
         """See `RecurrentSpec.why_not`; `LayerSpec.why_whole` says more."""
         return None
 
-    def native_shape(self) -> None:
-        """None: the native library does not compute it."""
-        return
-
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
         rows, width = self.table_shape

@@ -144,9 +144,9 @@ class RecurrentSpec(ABC):
         """What it has that the native library does not compute; None: it computes all of it."""
         return None
 
-    @abstractmethod
     def native_shape(self) -> NativeShape | None:
         """How the native library has it; None: it does not compute it."""
+        return None
 
     @abstractmethod
     def described(self) -> str:

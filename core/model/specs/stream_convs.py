@@ -15,7 +15,6 @@ from .recurrent import MixerTensor, RecurrentSpec
 if TYPE_CHECKING:
     import torch
 
-    from ....ops.library.native_model import NativeShape
     from ....ops.mixers.stream_convs import StreamConvs
 
 
@@ -111,11 +110,7 @@ class StreamConvSpec(RecurrentSpec):
         return replace(self, heads=tuple((max(1, count // size), width) for count, width in self.heads))
 
     def why_not(self, size: int) -> str | None:
-        """See `RecurrentSpec.why_not`: attention's heads say all."""
-        return None
-
-    def native_shape(self) -> NativeShape | None:
-        """See `RecurrentSpec.native_shape`."""
+        """See `RecurrentSpec.why_not`; attention's heads say all."""
         return None
 
     def described(self) -> str:

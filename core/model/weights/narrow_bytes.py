@@ -130,9 +130,8 @@ class _Counts:
         """The rank's slots, with the parts of each: those that a checkpoint has, and numbers beside them."""
         every = ((at, slot) for at, slot in slots_of(self.config) if not (slot.first_rank and self.shard.rank))
         kept = ((at, slot) for at, slot in every if slot.keep not in (Keep.UNUSED, Keep.TABLE))
-        return (
-            (at, slot, [part for part in slot.tensors if not part.made or slot.keep is Keep.PLAIN]) for at, slot in kept
-        )
+        held = Keep.PLAIN, Keep.NORM  # also where no checkpoint has them, as ones are made
+        return ((at, slot, [part for part in slot.tensors if not part.made or slot.keep in held]) for at, slot in kept)
 
     def _forms(self, slot: Slot, names: Sequence[str], parts: Sequence[SlotTensor]) -> Sequence[Narrow | None]:
         """How the matrices of a slot are stored. On a GPU, experts of a layer must lie in memory alike."""

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chorus.core.model.program.inkling_ops import TakeRelative
 from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import Attend, Heads
-from chorus.core.model.program.relative_ops import TakeRelative
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_heads import query_growth
 from chorus.core.model.program.torch_relative import take_relative

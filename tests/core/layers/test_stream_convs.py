@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.paged_states import StatePages, layers_with_states
-from chorus.core.model.program.conv_ops import ConvolveStream
+from chorus.core.model.program.inkling_ops import ConvolveStream
 from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import Attend
 from chorus.core.model.read_config import read_model_config
