@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from .error import AdapterFormatError, shown, unreadable
+from .uploads.lent_files import lent
 
 MAX_PATH_BYTES = 4096
 MAX_NAMES = 4096
@@ -78,6 +79,8 @@ class AdapterDirectory:
     def open(self, name: str, kind: str) -> int:
         """Open the regular file `name`; the caller closes the descriptor. kind: the needed file, for messages."""
         file = self.path / name
+        if (fd := self._lent(name)) is not None:
+            return fd
         try:
             fd = os.open(name, (_LOOK_ONLY or os.O_RDONLY) | _CLOSED | self._no_links, dir_fd=self._fd)
         except OSError as error:
@@ -101,6 +104,13 @@ class AdapterDirectory:
             _close(fd)
             raise
         return fd
+
+    def _lent(self, name: str) -> int | None:
+        """What this process lends for a file that it is writing."""
+        try:
+            return lent(self._fd, name)
+        except OSError as error:
+            raise unreadable(self.path / name, error) from error
 
     def read(self, name: str, limit: int, kind: str) -> bytes:
         """Read a whole file of at most `limit` bytes."""

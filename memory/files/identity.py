@@ -22,7 +22,7 @@ from .manifest import AdapterManifest
 from .module_paths import ModulePaths
 from .peft_names import vector_names
 from .score_head import TENSORS
-from .tensor_file import ITEM_BYTES, digest_of
+from .tensor_file import ITEM_BYTES, FileIdentity, digest_of
 from .tensor_info import TensorInfo
 from .trained_rows import module_of
 
@@ -81,14 +81,17 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
         return replace(manifest, content_hash=content_hash, no_effect=not has_effect)
 
 
-def moved(manifest: AdapterManifest, path: Path) -> AdapterManifest:
+def moved(manifest: AdapterManifest, path: Path, copied: FileIdentity | None = None) -> AdapterManifest:
     """The manifest of an adapter whose directory was renamed to `path`, or whose content another directory has there.
 
-    A renamed file is recognised without reading it. Raises AdapterFormatError if other content lies there.
+    A renamed file is recognised without reading it; so is a copy that the caller has made. copied: of which file.
+    Raises AdapterFormatError if other content lies there.
     """
     with open_weights(path, _modules(manifest)) as file:
         inspected = manifest.identity and (*manifest.identity[:2], manifest.file_size, manifest.mtime_ns)
-        if inspected != (*file.identity[:2], file.size, file.mtime_ns) and not _is_copy(file, manifest):
+        is_own = copied is not None and copied == manifest.identity and file.size == manifest.file_size
+        is_renamed = inspected == (*file.identity[:2], file.size, file.mtime_ns)
+        if not (is_renamed or is_own or _is_copy(file, manifest)):
             raise file.changed()
         found = replace(manifest, path=path, mtime_ns=file.mtime_ns, identity=file.identity)
         if not file.is_unchanged():

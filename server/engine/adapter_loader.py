@@ -20,7 +20,7 @@ from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import shown
 from ...memory.files.identity import open_unchanged
-from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices, give_up
+from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices, give_up, stand_back
 from ...memory.host.image import HostImage
 from ...memory.host.reads import SLOW_SECONDS
 from ..errors import ApiError
@@ -46,6 +46,9 @@ MAX_LOAD_THREADS = 8
 
 MAX_LOADS = 64
 """Loads that may be requested at once."""
+
+COPY_STEPS = 5
+"""Steps of priority by which a copy of an upload's file stands back: the load that reads it meanwhile takes longer."""
 
 
 CLOSE_SECONDS = 1.0
@@ -104,6 +107,8 @@ class AdapterLoader:
         self.loaded = loaded
         self._tokenizers = tokenizers
         self._uploads = DaemonPool("uploads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
+        copy = partial(stand_back, COPY_STEPS)
+        self._copies = DaemonPool("upload-copies", MAX_LOAD_THREADS, MAX_LOADS, initializer=copy)
         self._ends = DaemonPool("upload-ends", threads=MAX_LOAD_THREADS, max_waiting=math.inf)
         self._changes = DaemonPool("adapter-changes", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
         self._names = NameChanges(worker.adapters, self._names_file(), seconds, self._retired)
@@ -121,7 +126,7 @@ class AdapterLoader:
     def stop(self) -> None:
         """Begin nothing more; waits only a moment, for files to be closed."""
         self._health_checker.stop()
-        for pool in (self._pool, self._threads, self._uploads, self._ends, self._changes):
+        for pool in (self._pool, self._threads, self._uploads, self._copies, self._ends, self._changes):
             pool.shutdown()
         self._names.close()
         if self.loaded is not None:
@@ -136,6 +141,10 @@ class AdapterLoader:
     def on_uploads(self, function: Callable[..., T], /, *arguments: Any) -> Future[T]:
         """Run a call that accesses the disk of uploads; it does not wait for other disks. Raises PoolFull."""
         return self._uploads.submit(function, *arguments)
+
+    def beside_load(self, copy: Callable[[], None]) -> Future[None]:
+        """Copy an upload's file at a lower priority than the load that reads it meanwhile. Raises PoolFull."""
+        return self._copies.submit(copy)
 
     def end_draft(self, draft: StagedUpload, *, failed: bool) -> Future[None]:
         """End a staged upload on a thread; see `StagedUpload.end`."""

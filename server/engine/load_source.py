@@ -39,4 +39,5 @@ class LoadSource(NamedTuple):
 
 def _sealed(draft: StagedUpload, manifest: AdapterManifest) -> AdapterManifest:
     assert manifest.content_hash is not None  # it was checked
-    return moved(manifest, draft.seal({WEIGHTS_FILE: manifest.content_hash}))
+    path = draft.seal({WEIGHTS_FILE: manifest.content_hash})
+    return moved(manifest, path, draft.copied(WEIGHTS_FILE))

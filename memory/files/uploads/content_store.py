@@ -21,6 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from ..tensor_file import FileIdentity
+from .file_copy import FileCopy
+from .spare_file import SpareFile
+
 log = logging.getLogger(__name__)
 
 DRAFT, GONE = ".draft-", ".gone-"
@@ -47,6 +51,9 @@ class ContentStore:
 
     folders: tuple[str, ...] = ("",)
     """The directories below the root whose content counts."""
+
+    spare: SpareFile | None = None
+    """What was removed last, where it is kept; it gives way as soon as its bytes are needed."""
 
     def __init__(self, root: Path, max_bytes: int, max_total_bytes: int) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -82,6 +89,8 @@ class ContentStore:
         """Reserve room for bytes that will be written. Raises StoreFull, reserving nothing, if there is too little."""
         with self._counting():
             used = self._read_count()
+            if self.spare is not None and used + num_bytes + self.spare.num_bytes > self._max_total_bytes:
+                self.spare.drop()
             if used + num_bytes > self._max_total_bytes or used >= self._max_total_bytes:
                 raise StoreFull(
                     f"uploaded adapters take {used} of the {self._max_total_bytes} bytes that they may use; "
@@ -114,6 +123,8 @@ class ContentStore:
         moved = self._move(path, gone / path.name)  # atomically, so no reader finds half of it
         if moved:
             self.give_back(bytes_of(gone / path.name))
+            if self.spare is not None:
+                self.spare.keep(gone / path.name)
         shutil.rmtree(gone, ignore_errors=True)
         return moved
 
@@ -186,6 +197,7 @@ class StagedUpload:
         with (self._path / ROOM_FILE).open("wb") as room:
             room.truncate(reserved)  # a sparse file takes no room itself
         self._files: dict[str, tuple[BinaryIO, hashlib._Hash | None]] = {}
+        self._copies: dict[str, FileCopy] = {}
         self._is_over = False
         self._busy = threading.Lock()
         self.num_bytes = 0
@@ -209,6 +221,8 @@ class StagedUpload:
         for file, _ in self._files.values():
             with suppress(OSError):
                 file.close()
+        for copy in self._copies.values():
+            copy.close()
         sealed, is_new = self._sealed or (None, False)
         if not is_new:
             shutil.rmtree(self._path, ignore_errors=True)
@@ -226,35 +240,32 @@ class StagedUpload:
     @property
     def names(self) -> Collection[str]:
         """Names of the files."""
-        return self._files.keys()
+        return self._files.keys() | self._copies.keys()
+
+    def copied(self, name: str) -> FileIdentity | None:
+        """The identity of what a file of the sealed directory was copied from; None if it wasn't, or lay there."""
+        copy, (_, is_new) = self._copies.get(name), self._sealed or (None, False)
+        return copy.identity if copy is not None and is_new else None
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Append to a file. Raises TooLarge, StoreFull and OSError."""
         with self._busy:
             self._write(name, data)
 
-    def copy(self, name: str, source: FileIO, offset: int, count: int) -> None:
-        """Append bytes of another file, which the system copies by itself. name: of a file that is `known_later`.
+    def copy_beside(self, name: str, source: FileIO) -> Callable[[], None]:
+        """Have a file be a copy of one that nobody changes any more; it can be read at once, see `FileCopy`. name: of a
+        file that is `known_later`, and new. Returns what copies it, to be called on another thread.
 
-        Raises as `write`, ValueError if that file was closed before, and OSError if it ends earlier.
+        Raises as `write`, and ValueError if that file was closed before.
         """
-        fd = os.dup(source.fileno())  # whoever gave it may close it meanwhile, and the number may become another file's
-        try:
-            with self._busy:
-                self._copy(name, fd, offset, count)
-        finally:
-            os.close(fd)
-
-    def _copy(self, name: str, fd: int, offset: int, count: int) -> None:
-        file, digest = self._file(name, count)
-        if digest is not None:
-            raise ValueError(f"{name} is hashed as it is written")
-        file.flush()
-        end = offset + count
-        while offset < end:
-            if not (sent := os.sendfile(file.fileno(), fd, offset, end - offset)):
-                raise OSError(f"the file given ends after {offset} bytes")
-            offset += sent
+        with self._busy:
+            if name in self.names or name not in self._known_later:
+                raise ValueError(f"{name} is written already, or hashed as it is written")
+            self._reserve(os.fstat(source.fileno()).st_size)
+            if self._store.spare is not None:
+                self._store.spare.take(self._path / name)
+            self._copies[name] = copy = FileCopy(self._path / name, source)
+            return copy.run
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
         file, digest = self._file(name, len(data))
@@ -264,6 +275,14 @@ class StagedUpload:
 
     def _file(self, name: str, more: int) -> tuple[BinaryIO, hashlib._Hash | None]:
         """A file that so many bytes are appended to, which are counted."""
+        self._reserve(more)
+        if name not in self._files:
+            digest = None if name in self._known_later else hashlib.sha256()
+            self._files[name] = (self._path / name).open("xb"), digest
+        return self._files[name]
+
+    def _reserve(self, more: int) -> None:
+        """Count bytes that are going to be there. Raises TooLarge, StoreFull and OSError."""
         self._require_open()
         if self.num_bytes + more > self._store.max_bytes:
             raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes allowed")
@@ -271,10 +290,6 @@ class StagedUpload:
             self._store.reserve(lacking)
             self._reserved += lacking
         self.num_bytes += more
-        if name not in self._files:
-            digest = None if name in self._known_later else hashlib.sha256()
-            self._files[name] = (self._path / name).open("xb"), digest
-        return self._files[name]
 
     def directory(self) -> Path:
         """Where all that was written can be read until `seal`."""
@@ -298,17 +313,24 @@ class StagedUpload:
 
     def _seal(self, hashes: Mapping[str, str]) -> Path:
         content = hashlib.sha256()
-        for name, (file, digest) in sorted(self._files.items()):
-            file.flush()
-            os.fsync(file.fileno())
-            known = hashes[name] if digest is None else digest.hexdigest()
-            content.update(f"{name}\0{known}\n".encode())
+        for name in sorted(self.names):
+            content.update(f"{name}\0{self._settled(name, hashes)}\n".encode())
         path = self._store.root / content.hexdigest()
         (self._path / ROOM_FILE).unlink(missing_ok=True)
         os.fsync(self._lock)
         self._held, is_new = self._store.hold(self._path, path)
         self._sealed = path, is_new
         return path
+
+    def _settled(self, name: str, hashes: Mapping[str, str]) -> str:
+        """Have a file be whole, and on the disk; returns its hash."""
+        if (copy := self._copies.get(name)) is not None:
+            copy.finish()
+            return hashes[name]
+        file, digest = self._files[name]
+        file.flush()
+        os.fsync(file.fileno())
+        return hashes[name] if digest is None else digest.hexdigest()
 
 
 def _sync(directory: Path) -> None:

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from .content_store import CONTENT_NAME, ContentStore
+from .content_store import CONTENT_NAME, GONE, ContentStore
+from .spare_file import SPARE_SECONDS, SpareFile
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class OwnedStore(ContentStore):
         self._is_closed = False
         self._unused: dict[str, float] = {}  # since when
         super().__init__(root, max_bytes, max_total_bytes)
+        if not owner.is_shared:  # its bytes are known to this process alone
+            self.spare = SpareFile(self.root, GONE, clock)
         self._counted_at = clock()
 
     def close(self) -> None:
@@ -85,6 +88,8 @@ class OwnedStore(ContentStore):
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                if self.spare is not None:
+                    self.spare.close()
                 os.close(self._owner_fd)
                 os.close(self._count)
 
@@ -115,6 +120,8 @@ class OwnedStore(ContentStore):
         """
         with self._sweeping:
             self._sweep(names, used)
+            if self.spare is not None:
+                self.spare.drop(older_than=SPARE_SECONDS)
 
     def _sweep(self, names: Callable[[], Collection[str]], used: Callable[[], Collection[str]]) -> None:
         retired = {path.name.removesuffix(TOMBSTONE) for path in self.root.glob(f"*{TOMBSTONE}")}

@@ -51,7 +51,6 @@ MARKS_OF_VALUE = 8
 """Quotes, brackets, commas, colons and strings of a value, at most."""
 
 WRITE_BYTES = 1 << 20
-COPY_BYTES = 4 << 20
 
 
 class GivenDescriptor(BaseModel):
@@ -200,7 +199,7 @@ async def _write_config(upload: AdapterUpload, config: Any) -> None:
 
 
 async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | None, number: int) -> None:
-    """Copy a memory file, which its sender can't change any more, on a thread. Raises an ApiError."""
+    """Copy a memory file, which its sender can't change any more, before it is loaded. Raises an ApiError."""
     if descriptors is None:
         message = f"{WEIGHTS}: descriptors come only over the Unix socket of --unix-socket"
         raise ApiError(400, message, param=WEIGHTS, code="no_descriptor")
@@ -219,10 +218,8 @@ async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | No
             check_sealed(file.fileno())
         except Unsealed as error:
             raise ApiError(400, f"{WEIGHTS}: {error}", param=WEIGHTS, code="invalid_descriptor") from None
-        size = os.fstat(file.fileno()).st_size
-        await upload.begin(size)
-        for at in range(0, size, COPY_BYTES):
-            await upload.copy(WEIGHTS_FILE, file, at, min(COPY_BYTES, size - at))
+        await upload.begin(os.fstat(file.fileno()).st_size)
+        await upload.copy_beside(WEIGHTS_FILE, file)
 
 
 def _fed(text: LongStrings, part: bytes, settings: Settings) -> Iterator[tuple[str, bytes]]:

@@ -63,9 +63,10 @@ class AdapterUpload:
 
         await self._wait_for(self._loads.on_uploads(write))
 
-    async def copy(self, name: str, source: FileIO, offset: int, count: int) -> None:
-        """Append bytes of another file: see `StagedUpload.copy`."""
-        await self._wait_for(self._loads.on_uploads(self._draft.copy, name, source, offset, count))
+    async def copy_beside(self, name: str, source: FileIO) -> None:
+        """Have a file be a copy of another one: see `StagedUpload.copy_beside`. Raises PoolFull."""
+        copy = await self._wait_for(self._loads.on_uploads(self._draft.copy_beside, name, source))
+        self._loads.beside_load(copy)
 
     @property
     def source(self) -> LoadSource:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.files.identity import open_unchanged, with_content
+from chorus.memory.files.identity import moved, open_unchanged, with_content
 from chorus.memory.files.tensor_file import TensorFile
 
 from ...tables import TINY_PATHS
@@ -64,6 +64,30 @@ def test_a_file_that_is_written_over_is_another(adapter_draft, tmp_path, is_hash
     keep_times(path / WEIGHTS, status)
     assert (path / WEIGHTS).stat().st_ino == status.st_ino
     assert not is_accepted(manifest)
+
+
+def test_a_copy_of_the_callers_own_is_not_read_again(adapter_draft, tmp_path, monkeypatch):
+    """Another copy is, and so is one of another file."""
+    path, other = adapter_draft(seed=1).write(tmp_path / "a"), adapter_draft(seed=2).write(tmp_path / "b")
+    manifest, copy = content(path), tmp_path / "copy"
+    shutil.copytree(path, copy)
+    read = list[int]()
+
+    def counted(self, target, offset):
+        read.append(len(target))
+        return read_into(self, target, offset)
+
+    read_into = TensorFile.read_into
+    monkeypatch.setattr(TensorFile, "read_into", counted)
+    assert moved(manifest, copy, manifest.identity).path == copy
+    few = sum(read)
+    assert moved(manifest, copy).path == copy
+    assert few < 0.2 * (sum(read) - few)
+    with pytest.raises(AdapterFormatError, match="changed on disk"):
+        moved(manifest, other, content(other).identity)
+    (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:-4])
+    with pytest.raises(AdapterFormatError):
+        moved(manifest, copy, manifest.identity)
 
 
 def test_a_new_mode_or_a_copy_is_told_from_a_change_by_the_hash(adapter_draft, tmp_path):

@@ -1,8 +1,13 @@
 """Adapters that came as bytes: a directory is whole or not there, and goes once nothing uses it."""
 
+from contextlib import suppress
+
 import pytest
 
+from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.uploads.content_store import ContentStore, StoreFull, TooLarge
+
+WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture
@@ -40,25 +45,47 @@ def test_what_is_too_large_or_not_sealed_leaves_nothing(store):
     assert put(store, b"c" * 98)
 
 
-def test_a_file_is_copied_after_what_was_written_and_counts_as_if_it_were(store, tmp_path):
+def test_a_file_is_copied_while_it_is_read_and_counts_as_if_it_were_there(store, tmp_path):
     (tmp_path / "given").write_bytes(bytes(range(80)))
-    weights = "adapter_model.safetensors"
-    with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[weights]) as draft:
+    with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[WEIGHTS]) as draft:
         draft.write("adapter_config.json", b"{}")
-        draft.write(weights, b"head")
-        draft.copy(weights, given, 10, 30)
-        draft.copy(weights, given, 40, 40)
-        draft.write(weights, b"tail")
-        assert (draft.directory() / weights).read_bytes() == b"head" + bytes(range(10, 80)) + b"tail"
-        assert draft.num_bytes == 2 + 78
-        with pytest.raises(TooLarge):
-            draft.copy(weights, given, 0, 30)
-        with pytest.raises(OSError, match="ends after 80 bytes"):
-            draft.copy(weights, given, 75, 10)
-        with pytest.raises(ValueError, match="hashed as it is written"):
-            draft.copy("adapter_config.json", given, 0, 1)
-    with store.draft(known_later=[weights]) as draft, pytest.raises(ValueError, match="closed"):
-        draft.copy(weights, given, 0, 1)
+        copy = draft.copy_beside(WEIGHTS, given)
+        given.close()
+        with AdapterDirectory(draft.directory()) as directory:
+            assert directory.read(WEIGHTS, 100, "the weights") == bytes(range(80))
+        assert draft.num_bytes == 82 and set(draft.names) == {"adapter_config.json", WEIGHTS}
+        assert draft.copied(WEIGHTS) is None
+        copy()
+        path = draft.seal({WEIGHTS: "of the weights"})
+        assert (path / WEIGHTS).read_bytes() == bytes(range(80))
+        assert draft.copied(WEIGHTS).inode == (tmp_path / "given").stat().st_ino
+    assert sorted(each.name for each in path.iterdir()) == ["adapter_config.json", WEIGHTS]
+    with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[WEIGHTS]) as draft:
+        draft.write("adapter_config.json", b"{}")
+        draft.copy_beside(WEIGHTS, given)()
+        assert draft.seal({WEIGHTS: "of the weights"}) == path
+        assert draft.copied(WEIGHTS) is None, "another one lay there"
+    assert list(store.root.iterdir()) == [path]
+
+
+def test_a_copy_that_is_too_large_or_not_sealed_leaves_nothing(store, tmp_path):
+    for size in (101, 90):
+        (tmp_path / "given").write_bytes(bytes(size))
+        with (
+            (tmp_path / "given").open("rb", buffering=0) as given,
+            suppress(TooLarge),
+            store.draft(known_later=[WEIGHTS]) as draft,
+        ):
+            draft.copy_beside(WEIGHTS, given)
+            assert size == 90
+    assert list(store.root.iterdir()) == [] and store.num_bytes == 0
+    with store.draft(known_later=[WEIGHTS]) as draft, pytest.raises(ValueError, match="closed"):
+        draft.copy_beside(WEIGHTS, given)
+    with store.draft(known_later=[WEIGHTS]) as draft:
+        draft.write(WEIGHTS, b"a")
+        for name in (WEIGHTS, "adapter_config.json"):
+            with pytest.raises(ValueError, match=f"{name} is written already, or hashed"):
+                draft.copy_beside(name, given)
     assert list(store.root.iterdir()) == []
 
 
