@@ -222,9 +222,9 @@ class Servable:
         """Return the most tokens that fit into the arena together with the request's adapter."""
         adapter, usable = request.adapter, self._pool.num_usable
         adapter_pages = 0 if adapter is None else adapter.num_pages
-        if pinned := self._store.num_pinned_pages:
+        if pinned := self._store.pins.num_pages:
             usable -= pinned
-            if adapter is not None and self._store.is_pinned(adapter):
+            if adapter is not None and adapter in self._store.pins:
                 usable += adapter_pages
         if asked is None:
             most = min(most, self._layout.tokens_in_pages(usable - adapter_pages, self._chunk, most) + 1)

@@ -123,31 +123,33 @@ class ServedAdapters:
         return [one for one in self._store.versions() if any(each.name == name for each in (one, *one.sources))]
 
     def pin(self, name: str) -> bool:
-        """Load an adapter and keep it resident. False while it is being read: nothing is pinned then, so ask again.
+        """Load an adapter, or have it loaded at the end of a sleep, and keep it resident. False while it is being read:
+        nothing is pinned then, so ask again.
 
         No step waits for the disk here. UnknownAdapter, the reason why it can't be read, or InvalidRequest when pinned
         adapters would take more than half of the arena.
         """
         store = self._store
         adapter = store.get(name)
-        if store.is_pinned(adapter):
+        if adapter in store.pins:
             return True
-        pinned, usable = store.num_pinned_pages + adapter.num_pages, self._reclaimer.pool.num_usable
+        pinned, usable = store.pins.num_pages + adapter.num_pages, self._reclaimer.pool.num_usable
         fits = 2 * pinned <= usable
         if fits and not store.loads.fetch(adapter):
             return False
-        if not fits or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
+        has_room = adapter.pages or store.pins.is_asleep or (fits and self._reclaimer.make_room(adapter.num_pages))
+        if not fits or not has_room:
             raise InvalidRequest(
                 "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
             )
         if not store.loads.fetch(adapter):  # images of evicted adapters may have taken the room of its own
             return False
-        store.pin(adapter)
+        store.pins.add(adapter)
         return True
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again when idle. UnknownAdapter if absent."""
-        self._store.unpin(self._store.get(name))
+        self._store.pins.remove(self._store.get(name))
 
     def remove(self, name: str, *, force: bool = False) -> int:
         """Forget an adapter; returns how many requests were ended for it. UnknownAdapter if absent.

@@ -5,14 +5,16 @@ Tests: tests/core/test_sleep.py
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
 from .requests.request_params import InvalidRequest
 
 if TYPE_CHECKING:
-    from ..memory.adapters.adapter import Adapter
     from .engine import Engine
+
+log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
 """Longest wait for copies and reads that still write to pages."""
@@ -43,9 +45,7 @@ class Sleep:
         engine.unmerge()
         engine.reset_prefix_cache(reset_running_requests=True)
         store = engine.store
-        self._pinned: list[Adapter] = [one for _, one in store.registered() if store.is_pinned(one)]
-        for adapter in self._pinned:
-            store.unpin(adapter)
+        store.pins.sleep()
         for adapter in list(store.resident()):
             store.evict(adapter)
         engine.reclaimer.reclaim_all()
@@ -55,10 +55,9 @@ class Sleep:
         release()
 
     def wake(self) -> None:
-        """Load the pinned adapters again; the other ones come back with their requests."""
-        pinned, self._pinned = self._pinned, []
-        for adapter in pinned:
-            self._engine.store.pin(adapter)
+        """Load the adapters again that are pinned by now; the other ones come back with their requests."""
+        for adapter, error in self._engine.store.pins.wake():
+            log.warning("adapter %s is no longer pinned, since it can't be loaded: %s", adapter.name, error)
 
     def _settled(self) -> bool:
         """Wait until nothing uses a page; False if that takes too long."""

@@ -431,7 +431,7 @@ class LLM:
         """Forget cached prefixes; True, as it always succeeds. tiers: some of `pool`, `host` and `disk`.
 
         reset_running_requests: running requests compute their KV again, too; else they go on with it, and no other
-        request will use it.
+        request will use it if the tiers include `pool` and `host`.
         """
         mediums = [Medium(each) for each in tiers]
         self._worker.reset_prefix_cache(reset_running_requests=reset_running_requests, tiers=mediums).result()

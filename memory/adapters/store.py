@@ -24,6 +24,7 @@ from .adapter import Adapter, AdapterBackend, Tier, check_name
 from .adapter_costs import AdapterCosts
 from .composed_names import ComposedNames
 from .loads import AdapterLoads
+from .pins import Pins
 from .versions import VersionNames, versioned
 
 
@@ -64,7 +65,7 @@ class AdapterStore:
         self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, oldest first
         self._by_version: dict[int, Adapter] = {}  # registered ones, and those composed of them
         self._num_registered_pages = 0
-        self._pinned: set[Adapter] = set()
+        self.pins = Pins(self)
         self._resident: dict[Adapter, None] = {}
         self._versions = itertools.count(1)
         self.on_leaving: Callable[[Adapter, bool], None] = lambda adapter, is_gone: None
@@ -108,10 +109,10 @@ class AdapterStore:
         self._index(adapter)
         for each in gone:
             self._retire(each)
-            self.unpin(each)
+            self.pins.remove(each)
         if previous is not None and previous not in gone:
             self.on_leaving(previous, False)
-            self.unpin(previous)
+            self.pins.remove(previous)
         return adapter
 
     def compose(self, name: str, parts: Sequence[tuple[Adapter, float]], tenant: str = "") -> Adapter:
@@ -155,13 +156,13 @@ class AdapterStore:
         except KeyError:
             raise UnknownAdapter(f"adapter {name!r} is not registered") from None
         self._retire(adapter)
-        self.unpin(adapter)
+        self.pins.remove(adapter)
 
     def unregister_newest(self, name: str) -> None:
         """Forget the newest version of `name`; the latest kept version, if there is one, becomes the newest."""
         adapter = self._current.promote(name)
         self._retire(adapter)
-        self.unpin(adapter)
+        self.pins.remove(adapter)
 
     def get(self, name: str) -> Adapter:
         """Return the newest version of a name, or the version of `name@version`."""
@@ -254,7 +255,7 @@ class AdapterStore:
 
     def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
         """Return the adapters that don't fit in the pool next to the pinned ones."""
-        most = self._pool.num_usable - self.num_pinned_pages
+        most = self._pool.num_usable - self.pins.num_pages
         return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
 
     def poll(self) -> list[tuple[Adapter, BaseException]]:
@@ -274,7 +275,7 @@ class AdapterStore:
             failed.append((adapter, error))
             if self.images.error(adapter) is None:  # else waiting requests must still get the error
                 self.images.drop(adapter)
-            self.unpin(adapter)
+            self.pins.remove(adapter)
         return failed
 
     # -- use
@@ -330,32 +331,11 @@ class AdapterStore:
         if adapter.references == 0:
             self._offer(adapter)
 
-    def pin(self, adapter: Adapter) -> None:
-        """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises the errors of `acquire`."""
-        if adapter not in self._pinned:
-            self.acquire(adapter)
-            self._pinned.add(adapter)
-            adapter.requests += 1
-
-    def unpin(self, adapter: Adapter) -> None:
-        """Let a pinned adapter be evicted again when it is idle. Does nothing if it is not pinned."""
-        if adapter in self._pinned:
-            self._pinned.remove(adapter)
-            self.release(adapter)
-            self.let_go(adapter)
-
-    def is_pinned(self, adapter: Adapter) -> bool:
-        return adapter in self._pinned
-
     @property
     def num_loadable(self) -> int:
         """How many adapters of the average registered size fit into the free pages and the pages of cached KV."""
         num_pages = self._num_registered_pages
         return self._pool.num_unused * len(self._current) // num_pages if num_pages else self._pool.num_unused
-
-    @property
-    def num_pinned_pages(self) -> int:
-        return sum(len(adapter.pages) for adapter in self._pinned) if self._pinned else 0
 
     def evict(self, adapter: Adapter) -> None:
         """Free the pages of an adapter that no running request uses; its host image, if there is one, stays.

@@ -112,12 +112,13 @@ class EngineControl:
                 raise ApiError(400, f"tags is {clipped(tag)!r}; give {' or '.join(sorted(TAGS))}", param="tags")
         async with self._changing:
             if self._asleep:
-                self._asleep -= set(tags) or TAGS
-                if not self._asleep:
+                asleep = self._asleep - (set(tags) or TAGS)
+                if not asleep:
                     await asyncio.wrap_future(self._worker.wake())
                     await asyncio.wrap_future(self._worker.freeze(frozen=self._is_paused))
                     self._gate.asleep = False
                     audit.info("%s woke the engine", request.state.caller)
+                self._asleep = asleep  # only now: a wake that failed can be tried again
         return Response(status_code=200)
 
     async def is_sleeping(self, _: Request) -> Response:

@@ -57,7 +57,7 @@ class EngineNames:
         label: str | None = None,
         keep: int | None = 1,
     ) -> None:
-        was_pinned = name in self and self._store.is_pinned(self.get(name))
+        was_pinned = name in self and self.get(name) in self._store.pins
         self._store.register(name, manifest, image, label=label, keep=keep)
         if was_pinned:
             self._pin_again(name)
@@ -121,9 +121,7 @@ class EngineAdapters(BackendAdapters):
 
     def num_requests(self, name: str) -> Future[int]:
         return self.call(
-            lambda engine: sum(
-                one.requests - engine.store.is_pinned(one) for one in engine.adapters.versions_with(name)
-            )
+            lambda engine: sum(one.requests - (one in engine.store.pins) for one in engine.adapters.versions_with(name))
         )
 
     def paths_in_use(self) -> Future[set[Path]]:

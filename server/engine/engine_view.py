@@ -63,7 +63,6 @@ class AdapterState:
         it on another thread than the engine's.
         """
         store = engine.store
-        pinned = store.is_pinned(adapter)
         credit = None if engine.modes is None else engine.modes.policy.credit(adapter)
         return cls(
             name,
@@ -71,8 +70,8 @@ class AdapterState:
             manifest=adapter.manifest,
             tier=store.tier(adapter),
             pages=len(adapter.pages),
-            references=adapter.references - pinned,
-            pinned=pinned,
+            references=adapter.references - store.pins.holds_pages_of(adapter),
+            pinned=adapter in store.pins,
             credit=credit,
             label=adapter.label,
             paused=adapter.name in engine.adapters.paused,
@@ -239,7 +238,7 @@ class Picture:
 
 def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused: Collection[str]) -> list[AdapterRow]:
     """Rows of adapters. It reads one attribute or entry after another, so no step has to wait for it."""
-    near, tier, is_pinned = store.images.keys(), store.tier, store.is_pinned
+    near, tier, pins = store.images.keys(), store.tier, store.pins
     return [
         (
             name,
@@ -247,7 +246,7 @@ def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused
             one.rank,
             one.layout.num_pages,
             one.uses,
-            is_pinned(one),
+            one in pins,
             one.label,
             one.name in paused,
         )

@@ -385,9 +385,9 @@ class EngineWorker:
                 raise
 
     def _wake_up(self) -> None:
-        slept, self._slept = self._slept, None
-        if slept is not None:
-            slept.wake()
+        if self._slept is not None:
+            self._slept.wake()
+            self._slept = None
 
     def _step(self) -> None:
         try:

@@ -29,7 +29,7 @@ def test_a_pin_waits_for_the_read_of_an_image_that_made_room_for_what_the_pin_ev
     checked.engine.scheduler.lifecycle.preempt(used)
     assert store.images.is_ready(store.get("b"))
     assert not adapters.pin("b"), "it is being read again"
-    assert not store.is_pinned(store.get("b"))
+    assert store.get("b") not in store.pins
     reads.finish()
     assert adapters.pin("b")
     assert store.get("b").transfer is None

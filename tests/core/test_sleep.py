@@ -7,6 +7,8 @@ import pytest
 from chorus.core import sleep as module
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.sleep import CannotSleep, Sleep
+from chorus.memory.pages.pool import OutOfPages
+from chorus.server.engine.engine_adapters import EngineNames
 
 pytestmark = pytest.mark.pairs(alone="kernels")
 
@@ -25,7 +27,7 @@ def answers(driver, name):
 def test_after_sleep_every_adapter_answers_as_before_and_requests_go_on(subject, drive, preemption):
     driver = drive(subject("gqa"), block_tokens=8, preemption=preemption)
     engine, before = driver.engine, answers(driver, "before")
-    engine.store.pin(engine.store.get("r8-attention"))
+    engine.store.pins.add(engine.store.get("r8-attention"))
     for adapter in ADAPTERS:
         driver.add(f"within-{adapter}", adapter, PROMPT, max_tokens=12)
     for _ in range(4):
@@ -37,10 +39,58 @@ def test_after_sleep_every_adapter_answers_as_before_and_requests_go_on(subject,
     assert not engine.executor.inner.arena.pages.any(), "the system has the memory back"
     engine.check_integrity()
     slept.wake()
-    assert engine.store.is_pinned(engine.store.get("r8-attention"))
+    assert engine.store.get("r8-attention") in engine.store.pins
     driver.drain()
     assert [driver.answers[f"within-{adapter}"].tokens for adapter in ADAPTERS] == before
     assert answers(driver, "after") == before
+
+
+def test_pins_change_in_its_sleep(subject, drive):
+    """An adapter gets a new version, others are unpinned, removed or pinned: awake, the engine has what is pinned."""
+    driver = drive(subject("gqa"), block_tokens=8)
+    engine, store = driver.engine, driver.engine.store
+    before = answers(driver, "before")
+    names = ["r8-attention", "r1-all", "r3-mlp"]
+    for name in names:
+        assert engine.adapters.pin(name)
+    slept = Sleep(engine)
+    assert all(store.get(name) in store.pins for name in names) and store.pins.num_pages
+    assert not any(store.get(name).pages for name in names), "asleep nothing has pages"
+    adapters = EngineNames(engine)
+    old = store.get("r8-attention")
+    adapters.register("r8-attention", old.manifest, None)
+    while not engine.adapters.pin("r8-attention"):  # once its weights are read
+        pass
+    engine.adapters.unpin("r1-all")
+    engine.adapters.remove("r3-mlp")
+    assert engine.adapters.pin("r2-qv") and not store.get("r2-qv").pages
+    engine.check_integrity()
+    slept.wake()
+    assert {name for name in store.names() if store.get(name) in store.pins} == {"r8-attention", "r2-qv"}
+    assert {one.name for one in store.resident()} == {"r8-attention", "r2-qv"} and not old.pages
+    engine.check_integrity()
+    assert answers(driver, "after") == before
+
+
+def test_what_cannot_be_loaded_again_is_no_longer_pinned(subject, drive, monkeypatch, caplog):
+    driver = drive(subject("gqa"), block_tokens=8)
+    engine, store = driver.engine, driver.engine.store
+    before = answers(driver, "before")
+    for name in ("r8-attention", "r1-all"):
+        engine.adapters.pin(name)
+    slept = Sleep(engine)
+    with monkeypatch.context() as patch:
+        acquire = store.acquire
+        patch.setattr(store, "acquire", lambda one: fail() if one.name == "r8-attention" else acquire(one))
+        slept.wake()
+    assert "adapter r8-attention is no longer pinned, since it can't be loaded: no pages" in caplog.text
+    assert store.get("r8-attention") not in store.pins and store.get("r1-all") in store.pins
+    engine.check_integrity()
+    assert answers(driver, "after") == before
+
+
+def fail():
+    raise OutOfPages("no pages")
 
 
 def test_an_executor_that_keeps_its_memory_says_so(subject, drive, monkeypatch):

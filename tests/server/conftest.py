@@ -62,10 +62,23 @@ CHAT_TEMPLATE = (
 )
 
 
+class FakePins:
+    """Pinned adapters, by name."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __contains__(self, adapter: SimpleNamespace) -> bool:
+        return adapter.name in self.names
+
+    def holds_pages_of(self, adapter: SimpleNamespace) -> bool:
+        return False
+
+
 class FakeStore:
     def __init__(self, names: list[str]) -> None:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
-        self.pinned: set[str] = set()
+        self.pins = FakePins()
         self.num_loadable = 7
         self.images = SimpleNamespace(keys=list)
         self.spent = AdapterCosts(time.monotonic)
@@ -106,9 +119,6 @@ class FakeStore:
 
     def resident(self) -> list[SimpleNamespace]:
         return []
-
-    def is_pinned(self, adapter: SimpleNamespace) -> bool:
-        return adapter.name in self.pinned
 
     def kept(self, name: str) -> list[str]:
         return []

@@ -360,7 +360,7 @@ class EngineRun(ABC):
             promise(bool(adapter.pages) and 2 * self._num_pinned <= usable, f"{name} is pinned without pages, or room")
         else:
             promise(store.tier(adapter) in self.not_pinned, f"{name} is {store.tier(adapter)}, and not pinned")
-            promise(not store.is_pinned(adapter), f"{name} is pinned, and is not")
+            promise(adapter not in store.pins, f"{name} is pinned, and is not")
         self.reached["pinned" if is_pinned else "not pinned"] += 1
 
     def _unpin(self) -> None:

@@ -77,7 +77,7 @@ class Invariants:
         idle = [each for each in versions if each.pages and not each.references and each.transfer is None]
         promise(store.num_idle_pages == sum(each.num_pages for each in idle), "wrong number of idle pages")
         promise(all(adapter.pages for adapter in pinned), "a pinned adapter was evicted")
-        promise(store.num_pinned_pages == sum(each.num_pages for each in pinned), "wrong number of pinned pages")
+        promise(store.pins.num_pages == sum(each.num_pages for each in pinned), "wrong number of pinned pages")
         merging = self._engine.merging
         merged = merging.shadowed if merging.is_under_way else merging.merged
         holding = [request.adapter for request in active]

@@ -171,17 +171,17 @@ def test_pinned_adapters_are_never_evicted(store, pool, use, memory):
 
 def test_adapter_kept_by_name_is_never_evicted(store, pool, memory, use):
     a, b = register(store, a="four", b="two")
-    store.pin(a)
-    store.pin(a)
+    store.pins.add(a)
+    store.pins.add(a)
     use(a, b)
-    assert store.is_pinned(a)
-    assert (store.num_pinned_pages, store.num_idle_pages) == (4, 2)
+    assert a in store.pins
+    assert (store.pins.num_pages, store.num_idle_pages) == (4, 2)
     assert memory.reclaimer.reclaim_all() == 2
     assert resident(store) == {"a"}
-    store.unpin(a)
-    store.unpin(a)
-    assert not store.is_pinned(a)
-    assert (store.num_pinned_pages, a.references, a.requests) == (0, 0, 0)
+    store.pins.remove(a)
+    store.pins.remove(a)
+    assert a not in store.pins
+    assert (store.pins.num_pages, a.references, a.requests) == (0, 0, 0)
     assert memory.reclaimer.reclaim_all() == 4
     check(store, pool)
 
@@ -194,21 +194,71 @@ def test_keeping_what_does_not_fit_or_read_holds_nothing(store, pool, backend, u
     (d,) = register(store, d="two")
     for adapter, error in ((c, OutOfPages), (d, AdapterFormatError)):
         with pytest.raises(error):
-            store.pin(adapter)
-        assert (adapter.references, adapter.requests, store.is_pinned(adapter)) == (0, 0, False)
+            store.pins.add(adapter)
+        assert (adapter.references, adapter.requests, adapter in store.pins) == (0, 0, False)
+    check(store, pool)
+
+
+def sleep(memory):
+    memory.store.pins.sleep()
+    for adapter in list(memory.store.resident()):
+        memory.store.evict(adapter)
+
+
+def test_a_pin_outlasts_a_sleep(memory, store, pool):
+    a, b, c = register(store, a="four", b="two", c="two")
+    store.pins.add(a)
+    store.pins.add(b)
+    sleep(memory)
+    store.pins.sleep()
+    assert a in store.pins and store.pins.num_pages == 6 and not store.pins.holds_pages_of(a)
+    assert (a.references, a.requests, pool.num_free) == (0, 1, 10)
+    store.pins.remove(b)
+    store.pins.add(c)
+    assert (b.requests, c.requests, pool.num_free) == (0, 1, 10)
+    assert store.pins.wake() == [] == store.pins.wake()
+    assert resident(store) == {"a", "c"} and store.pins.holds_pages_of(c)
+    assert (a.references, b.references, c.references) == (1, 0, 1)
+    check(store, pool)
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_version_that_leaves_its_name_asleep_leaves_nothing(memory, store, pool, how):
+    (a,) = register(store, a="four")
+    store.pins.add(a)
+    sleep(memory)
+    if how == "replaced":
+        register(store, a="two")
+    else:
+        store.unregister("a")
+    assert a not in store.pins and (a.requests, a.references) == (0, 0)
+    assert store.pins.wake() == [] and not resident(store)
+    check(store, pool)
+
+
+def test_what_finds_no_room_awake_is_no_longer_pinned(memory, store, pool):
+    a, b, c = register(store, a="four", b="four", c="three")
+    for adapter in (a, b):
+        store.pins.add(adapter)
+    sleep(memory)
+    store.pins.add(c)
+    ((failed, error),) = store.pins.wake()
+    assert failed is c and isinstance(error, OutOfPages)
+    assert c not in store.pins and (c.requests, c.references) == (0, 0)
+    assert resident(store) == {"a", "b"}
     check(store, pool)
 
 
 @pytest.mark.parametrize("how", ["reload", "unregister"])
 def test_a_pin_ends_with_its_version(store, pool, how):
     (old,) = register(store, a="four")
-    store.pin(old)
+    store.pins.add(old)
     if how == "reload":
         (new,) = register(store, a="two")
-        assert not store.is_pinned(new)
+        assert new not in store.pins
     else:
         store.unregister("a")
-    assert (old.pages, old.references, store.num_pinned_pages) == ([], 0, 0)
+    assert (old.pages, old.references, store.pins.num_pages) == ([], 0, 0)
     assert pool.num_free == 10
     check(store, pool)
 
@@ -216,7 +266,7 @@ def test_a_pin_ends_with_its_version(store, pool, how):
 @pytest.mark.parametrize("how", ["reload", "unregister"])
 def test_a_pin_that_ends_leaves_the_version_to_its_requests(store, pool, use, how):
     (old,) = register(store, a="four")
-    store.pin(old)
+    store.pins.add(old)
     use.start(old)
     if how == "reload":
         register(store, a="two")
@@ -472,11 +522,11 @@ def test_a_pin_is_lost_with_bytes_that_never_come(slow, streaming, backend, pool
     streaming.transfer.has_failed = lambda: True
     slow.reads.finish()
     streaming.transfer.is_done = lambda: False
-    slow.store.pin(streaming)
+    slow.store.pins.add(streaming)
     ((adapter, error),) = slow.store.poll()
     assert adapter is streaming
     assert "ended too early" in str(error)
-    assert not slow.store.is_pinned(streaming)
+    assert streaming not in slow.store.pins
 
 
 def test_replaced_version_that_is_held_is_read_at_once(slow):

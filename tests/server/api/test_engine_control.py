@@ -6,6 +6,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.sleep import Sleep
 
 ROUTES = {
     "POST": ("/sleep", "/wake_up", "/reset_prefix_cache", "/pause_generation", "/continue_generation", "/flush_cache"),
@@ -47,6 +48,22 @@ def test_asleep_requests_are_refused_and_afterwards_answered_as_before(live):
     assert live.client.post("/wake_up?tags=kv_cache").status_code == 200
     assert live.client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert ask(live).json()["choices"] == before
+
+
+def test_a_wake_that_failed_can_be_tried_again(live, monkeypatch):
+    before = ask(live).json()["choices"]
+    live.client.post("/sleep")
+    with monkeypatch.context() as patch:
+        patch.setattr(Sleep, "wake", lambda self: fail())
+        assert live.client.post("/wake_up", headers={"connection": "close"}).status_code == 500
+    assert live.client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert ask(live).json()["error"]["code"] == "asleep"
+    assert live.client.post("/wake_up").status_code == 200
+    assert ask(live).json()["choices"] == before
+
+
+def fail():
+    raise RuntimeError("the wake failed")
 
 
 def test_a_paused_engine_is_still_paused_after_its_sleep(live):

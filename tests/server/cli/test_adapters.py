@@ -36,7 +36,7 @@ def ask(capsys):
 
 def test_list(start, fake_engine, ask):
     fake_engine.store.tiers["team/carol"] = Tier.DEVICE
-    fake_engine.store.pinned.add("team/carol")
+    fake_engine.store.pins.names.add("team/carol")
     reason = "its weights are broken"
     fake_engine.adapters.quarantine["dan"] = SimpleNamespace(name="dan", path="/adapters/dan", reason=reason)
     live = start(fake_engine)
@@ -67,7 +67,7 @@ def test_add_and_remove(start, ask, subject, tmp_path):
     assert code == 0 and text.startswith("added team/legal: version 1, content ")
     code, text = ask(live, "add", "team/legal", str(path), "--pin")
     assert code == 0 and text.startswith("replaced and pinned team/legal: version 2, content ")
-    assert engine.store.is_pinned(engine.store.get("team/legal"))
+    assert engine.store.get("team/legal") in engine.store.pins
     assert ask(live, "remove", "team/legal", "--force") == (0, "removed team/legal")
     code, text = ask(live, "remove", "team/legal")
     assert code == 1 and "refused (404): The lora adapter 'team/legal' cannot be found" in text
@@ -128,7 +128,7 @@ def test_pin_pause_and_drain(start, ask, adapters_of):
     live = start(engine, adapter_roots=(path.parent,))
     assert ask(live, "add", "legal", str(path))[0] == 0
     assert ask(live, "pin", "legal") == (0, "legal is pinned")
-    assert engine.store.is_pinned(engine.store.get("legal"))
+    assert engine.store.get("legal") in engine.store.pins
     assert ask(live, "unpin", "legal") == (0, "legal is not pinned")
     assert ask(live, "pause", "legal") == (0, "legal is paused")
     assert ask(live, "drain", "legal", "--seconds", "5") == (0, "no request uses legal")

@@ -306,7 +306,7 @@ def test_lora_requests_info_as_gateways_read_it(monkeypatch, start, fake_engine)
 def test_residency_as_routers_read_it(start, fake_engine):
     live = start(fake_engine)
     fake_engine.store.tiers |= {"alice": Tier.DEVICE, "bob": Tier.HOST, "carol": Tier.LOADING, "a,b": Tier.DEVICE}
-    fake_engine.store.pinned.add("alice")
+    fake_engine.store.pins.names.add("alice")
     lines = live.client.get("/metrics").text.splitlines()
     base = 'engine="0",model_name="base"'
     loaded = "vllm:lora_adapter_loaded"
@@ -397,7 +397,7 @@ def _sorted_labels(line):
 
 def test_where_each_adapter_is_and_what_it_costs(start, fake_engine):
     fake_engine.store.tiers["alice"] = Tier.DEVICE
-    fake_engine.store.pinned.add("alice")
+    fake_engine.store.pins.names.add("alice")
     lines = start(fake_engine).client.get("/metrics").text.splitlines()
     for line in (
         'chorus_adapter_rank{adapter="alice"} 4.0',

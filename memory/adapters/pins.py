@@ -1,0 +1,75 @@
+"""Pinned adapters, whose pages stay until they are unpinned. A pin outlasts the engine's sleep, which takes the pages.
+
+Tests: tests/memory/adapters/test_adapter_store.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..files.error import AdapterFormatError
+from ..pages.pool import OutOfPages
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
+    from .store import AdapterStore
+
+
+class Pins:
+    """The pinned versions of a store. Each is held as by a request; awake, its pages are held as by a running one."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+        self._pinned: dict[Adapter, None] = {}  # in order: what is loaded must not depend on addresses
+        self.is_asleep = False
+
+    def __contains__(self, adapter: Adapter) -> bool:
+        return adapter in self._pinned
+
+    def holds_pages_of(self, adapter: Adapter) -> bool:
+        """True if one of the adapter's references is a pin's."""
+        return adapter in self._pinned and not self.is_asleep
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that pinned adapters need, whether they have them or not."""
+        return sum(adapter.num_pages for adapter in self._pinned) if self._pinned else 0
+
+    def add(self, adapter: Adapter) -> None:
+        """Keep an adapter resident until `remove`, loading it into free pages now, or after the sleep. Raises the
+        errors of `AdapterStore.acquire`.
+        """
+        if adapter not in self._pinned:
+            if not self.is_asleep:
+                self._store.acquire(adapter)
+            self._pinned[adapter] = None
+            adapter.requests += 1
+
+    def remove(self, adapter: Adapter) -> None:
+        """Let a pinned adapter be evicted again when it is idle. Does nothing if it is not pinned."""
+        if adapter in self._pinned:
+            del self._pinned[adapter]
+            if not self.is_asleep:
+                self._store.release(adapter)
+            self._store.let_go(adapter)
+
+    def sleep(self) -> None:
+        """Let the pages go; the adapters stay pinned."""
+        if not self.is_asleep:
+            self.is_asleep = True
+            for adapter in self._pinned:
+                self._store.release(adapter)
+
+    def wake(self) -> list[tuple[Adapter, Exception]]:
+        """Load the adapters again. Those that can't be are no longer pinned: they are returned, with the errors."""
+        failed: list[tuple[Adapter, Exception]] = []
+        if self.is_asleep:
+            self.is_asleep = False
+            for adapter in list(self._pinned):
+                try:
+                    self._store.acquire(adapter)
+                except (AdapterFormatError, OutOfPages) as error:
+                    del self._pinned[adapter]
+                    self._store.let_go(adapter)
+                    failed.append((adapter, error))
+        return failed
