@@ -72,6 +72,7 @@ class EngineRun(ABC):
         self.pinned: set[Adapter] = set()
         self.predict: Callable[[], list[int]] = list
         """Draws the predictions of requests."""
+        self.is_asleep = False
         self.num_directories = self._num_preemptions = self._num_given_up = 0
 
     def _now(self) -> float:
@@ -357,7 +358,8 @@ class EngineRun(ABC):
         assert adapter is not None
         if is_pinned:
             self.pinned.add(adapter)
-            promise(bool(adapter.pages) and 2 * self._num_pinned <= usable, f"{name} is pinned without pages, or room")
+            has_pages = bool(adapter.pages) != self.is_asleep
+            promise(has_pages and 2 * self._num_pinned <= usable, f"{name} is pinned without pages, or room")
         else:
             promise(store.tier(adapter) in self.not_pinned, f"{name} is {store.tier(adapter)}, and not pinned")
             promise(adapter not in store.pins, f"{name} is pinned, and is not")

@@ -43,6 +43,7 @@ from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepPlan, StepResult
+from chorus.core.sleep import CannotSleep, Sleep
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.pages.eviction import RestoreCosts
@@ -202,7 +203,7 @@ class RealRun(EngineRun):
     offload_workers: its other processes; with offload workers, layers come over a slow link.
     """
 
-    acts = {**EngineRun.acts, "ask": 48, "step": 144}
+    acts = {**EngineRun.acts, "ask": 48, "step": 144, "sleep": 2}
     not_pinned = (Tier.LOADING, Tier.HOST, Tier.FAILED)  # it may have been read meanwhile
 
     def __init__(
@@ -310,6 +311,25 @@ class RealRun(EngineRun):
         return self.calm.answer(skill, asked.prompt, asked.request.params)
 
     # -- adapters
+
+    def _sleep(self) -> None:
+        """The engine sleeps for a while, in which adapters come and go, and are pinned and unpinned."""
+        if self.engine.executor.release_pages is None:
+            return
+        try:
+            slept = Sleep(self.engine)
+        except CannotSleep:
+            self.reached["too busy to sleep"] += 1
+            return
+        self.is_asleep = True
+        for _ in range(self.rng.choice([0, 1, 2, 4])):
+            getattr(self, self.rng.choice(["_load", "_unload", "_pin", "_unpin"]))()
+        self.is_asleep = False
+        slept.wake()
+        lost = {adapter for adapter in self.pinned if adapter not in self.engine.store.pins}
+        promise(self.has_hung or all(map(self._is_unlucky, lost)), "a pin was lost in a sleep")
+        self.pinned -= lost
+        self.reached["slept"] += 1
 
     def _directory(self, name: str) -> Path:
         """A new version, equal to the one before it."""
