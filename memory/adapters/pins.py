@@ -5,6 +5,7 @@ Tests: tests/memory/adapters/test_adapter_store.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..files.error import AdapterFormatError
@@ -12,14 +13,19 @@ from ..pages.pool import OutOfPages
 
 if TYPE_CHECKING:
     from .adapter import Adapter
-    from .store import AdapterStore
 
 
 class Pins:
     """The pinned versions of a store. Each is held as by a request; awake, its pages are held as by a running one."""
 
-    def __init__(self, store: AdapterStore) -> None:
-        self._store = store
+    def __init__(
+        self,
+        acquire: Callable[[Adapter], None],
+        release: Callable[[Adapter], None],
+        let_go: Callable[[Adapter], None],
+    ) -> None:
+        """acquire, release, let_go: of the store."""
+        self._acquire, self._release, self._let_go = acquire, release, let_go
         self._pinned: dict[Adapter, None] = {}  # in order: what is loaded must not depend on addresses
         self.is_asleep = False
 
@@ -41,7 +47,7 @@ class Pins:
         """
         if adapter not in self._pinned:
             if not self.is_asleep:
-                self._store.acquire(adapter)
+                self._acquire(adapter)
             self._pinned[adapter] = None
             adapter.requests += 1
 
@@ -50,15 +56,15 @@ class Pins:
         if adapter in self._pinned:
             del self._pinned[adapter]
             if not self.is_asleep:
-                self._store.release(adapter)
-            self._store.let_go(adapter)
+                self._release(adapter)
+            self._let_go(adapter)
 
     def sleep(self) -> None:
         """Let the pages go; the adapters stay pinned."""
         if not self.is_asleep:
             self.is_asleep = True
             for adapter in self._pinned:
-                self._store.release(adapter)
+                self._release(adapter)
 
     def wake(self) -> list[tuple[Adapter, Exception]]:
         """Load the adapters again. Those that can't be are no longer pinned: they are returned, with the errors."""
@@ -67,9 +73,9 @@ class Pins:
             self.is_asleep = False
             for adapter in list(self._pinned):
                 try:
-                    self._store.acquire(adapter)
+                    self._acquire(adapter)
                 except (AdapterFormatError, OutOfPages) as error:
                     del self._pinned[adapter]
-                    self._store.let_go(adapter)
+                    self._let_go(adapter)
                     failed.append((adapter, error))
         return failed

@@ -65,7 +65,7 @@ class AdapterStore:
         self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, oldest first
         self._by_version: dict[int, Adapter] = {}  # registered ones, and those composed of them
         self._num_registered_pages = 0
-        self.pins = Pins(self)
+        self.pins = Pins(self.acquire, self.release, self.let_go)
         self._resident: dict[Adapter, None] = {}
         self._versions = itertools.count(1)
         self.on_leaving: Callable[[Adapter, bool], None] = lambda adapter, is_gone: None

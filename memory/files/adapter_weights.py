@@ -21,11 +21,11 @@ from .config import CONFIG_FILE
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
+from .further_rows import cut_further
 from .module_paths import ExpertForm, ModulePaths, StackedSides, without_nesting
 from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, LAYERS, PREFIX, STEM, UNEMBED, tensor_names, tensor_shapes
 from .slices import SlicedTarget, SliceFactors, Target, by_target
 from .tensor_info import TensorInfo
-from .tokens.further_rows import cut_further
 from .unserved import mend_of
 from .values import read_values
 from .vectors import ENDS, INPUT_SCALE, PATTERN

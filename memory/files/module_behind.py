@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from .layer_numbers import GivenNames
+from .names.layer_numbers import GivenNames
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..pages.projections import LAYER_GROUPS, Group, Projection, Projections, UnitRows
 from .config import IN_TOWER
-from .layer_numbers import Renumbers
+from .names.layer_numbers import Renumbers
 from .slices import Slice, slices_of
 from .tokens.base_tokens import BaseTokens
 from .tower_shapes import TowerShapes

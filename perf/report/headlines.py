@@ -98,7 +98,7 @@ def _beside_rows(found: Values) -> dict[int, dict[str, Values]]:
     """The rows by number of sequences, and by server."""
     by_sequences: dict[int, dict[str, Values]] = {}
     for row in found["rows"]:
-        by_sequences.setdefault(row["sequences"], {})[_PEERS.get(row["server"], row["server"])] = row
+        by_sequences.setdefault(row["sequences"], {})[str(_PEERS.get(row["server"], row["server"]))] = row
     return by_sequences
 
 

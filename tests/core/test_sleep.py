@@ -81,7 +81,7 @@ def test_what_cannot_be_loaded_again_is_no_longer_pinned(subject, drive, monkeyp
     slept = Sleep(engine)
     with monkeypatch.context() as patch:
         acquire = store.acquire
-        patch.setattr(store, "acquire", lambda one: fail() if one.name == "r8-attention" else acquire(one))
+        patch.setattr(store.pins, "_acquire", lambda one: fail() if one.name == "r8-attention" else acquire(one))
         slept.wake()
     assert "adapter r8-attention is no longer pinned, since it can't be loaded: no pages" in caplog.text
     assert store.get("r8-attention") not in store.pins and store.get("r1-all") in store.pins

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....memory.files.layer_numbers import LayerNumbers
+from ....memory.files.names.layer_numbers import LayerNumbers
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family

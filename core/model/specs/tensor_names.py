@@ -9,8 +9,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ....memory.files.layer_numbers import Renumbers
 from ....memory.files.module_paths import StackedSides
+from ....memory.files.names.layer_numbers import Renumbers
 
 #: Where Llama's layers have their norms; the other parts are named as in `weights.tensor_shapes`.
 LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

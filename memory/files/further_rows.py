@@ -6,10 +6,10 @@ Tests: tests/core/adapters/test_padded_vocabularies.py
 
 from __future__ import annotations
 
-from ...pages.projections import Group
-from ..module_paths import ModulePaths
-from ..peft_names import tensor_names
-from ..tensor_info import TensorInfo
+from ..pages.projections import Group
+from .module_paths import ModulePaths
+from .peft_names import tensor_names
+from .tensor_info import TensorInfo
 
 
 def cut_further(tensors: dict[str, TensorInfo], modules: ModulePaths) -> bool:

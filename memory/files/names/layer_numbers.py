@@ -1,6 +1,6 @@
 """Numbers of layers of which several stand under one in a checkpoint, as in adapters of it.
 
-Tests: tests/memory/files/test_layer_numbers.py
+Tests: tests/memory/files/names/test_layer_numbers.py
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.memory.files.layer_numbers import LayerNumbers
 from chorus.memory.files.module_behind import ModuleBehind
+from chorus.memory.files.names.layer_numbers import LayerNumbers
 
 NUMBERS = LayerNumbers(2, (("mlp.up_proj", "mlps.{}.up_proj"), ("self_attn", "self_attn.{}")))
 PAIRS = [
