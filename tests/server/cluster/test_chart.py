@@ -15,6 +15,7 @@ import yaml
 
 import chorus
 from chorus.server.cli.command import make_parser
+from chorus.server.settings import Settings
 
 CHART = Path(__file__).parents[3] / "deploy" / "helm" / "chorus"
 HELM = shutil.which("helm")
@@ -25,6 +26,14 @@ needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm")
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
+SYNCED = {
+    "keys": {"apiKeys": "", "allowUnauthenticated": True},
+    "adapterSync": {
+        "enabled": True,
+        "image": "syncer:1",
+        "adapters": [{"id": "sql", "source": "/models/rollout/sql"}, {"id": "law", "source": "law"}],
+    },
+}
 CASES = {
     "usual": {},
     "uploads": {"adapters": {"uploads": {"enabled": True, "storageClass": "fast"}}},
@@ -46,11 +55,8 @@ CASES = {
     "keda": {"autoscaling": {"kind": "keda", "prometheus": "http://p:9090", "query": "max(chorus_scale_hint)"}},
     "gateway": {
         "inferencePool": {"enabled": True},
-        "adapterSync": {
-            "enabled": True,
-            "image": "syncer:1",
-            "adapters": [{"id": "sql", "source": "/models/adapters/sql"}],
-        },
+        **SYNCED,
+        "adapters": {"roots": ["/models/adapters", "/models/rollout"]},
     },
 }
 WITHOUT_SCHEMA = {"ServiceMonitor", "ScaledObject", "InferencePool"}
@@ -90,6 +96,8 @@ def test_values_fit_the_schema(more):
         {"model": {"path": "base"}},
         {"settings": {"PATH": "/bin"}},
         {"adapters": {"uploads": {"size": "many"}}},
+        {"adapters": {"roots": ["/data"]}},
+        {"adapterSync": {"keySecret": {"name": "s", "key": "k"}}},  # the sidecar sends no key
     ],
     ids=str,
 )
@@ -123,6 +131,13 @@ def render(tmp_path, more):
     return helm("template", "mine", str(CHART), "--kube-version", f"{KUBERNETES}.0", "-f", str(values))
 
 
+def rendered(tmp_path, more):
+    """The rendered objects, by kind and name."""
+    ended = render(tmp_path, more)
+    assert ended.returncode == 0, ended.stderr
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(ended.stdout)}
+
+
 @needs_helm
 @pytest.mark.integration
 def test_helm_finds_no_fault():
@@ -134,12 +149,9 @@ def test_helm_finds_no_fault():
 @pytest.mark.integration
 @pytest.mark.parametrize("more", CASES.values(), ids=CASES)
 def test_what_is_rendered_is_valid_and_serves(more, tmp_path):
-    ended = render(tmp_path, more)
-    assert ended.returncode == 0, ended.stderr
-    found = {}
-    for one in yaml.safe_load_all(ended.stdout):
-        found[one["kind"], one["metadata"]["name"]] = one
-        if one["kind"] not in WITHOUT_SCHEMA:
+    found = rendered(tmp_path, more)
+    for (kind, _), one in found.items():
+        if kind not in WITHOUT_SCHEMA:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
     pod = found["Deployment", "mine"]["spec"]["template"]
     container = pod["spec"]["containers"][0]
@@ -169,9 +181,66 @@ def test_what_is_rendered_is_valid_and_serves(more, tmp_path):
         ({"keys": {"apiKeys": ""}}, "keys.apiKeys is empty"),
         ({"autoscaling": {"kind": "keda"}}, "set autoscaling.prometheus"),
         ({"adapterSync": {"enabled": True}}, "needs adapterSync.image"),
+        (merged(SYNCED, {"keys": {"apiKeys": "keys"}}), "its sidecar sends no key"),
+        (merged(SYNCED, {"keys": {"adminKeys": "admins"}}), "its sidecar sends no key"),
+        (
+            SYNCED,
+            "source /models/rollout/sql, which lies outside /models/adapters; name its directory in adapters.roots",
+        ),
+        (merged(SYNCED, {"adapters": {"roots": ["/models/roll"]}}), "lies outside /models/roll;"),
+        (merged(SYNCED, {"adapters": {"path": ""}}), "needs adapters.roots"),
         ({"replica": 2}, "property replica is not allowed|properties 'replica' not allowed"),  # Helm 3's words, and 4's
     ],
 )
 def test_what_can_t_work_is_refused_with_the_fix(more, says, tmp_path):
     ended = render(tmp_path, more)
     assert ended.returncode != 0 and re.search(says, ended.stderr)
+
+
+@needs_helm
+@pytest.mark.integration
+def test_the_sidecar_gets_what_it_reads_and_the_server_lets_it_load(tmp_path):
+    found = rendered(tmp_path, CASES["gateway"])
+    server, sidecar = found["Deployment", "mine"]["spec"]["template"]["spec"]["containers"]
+    assert [one["name"] for one in sidecar["env"]] == ["DYNAMIC_LORA_ROLLOUT_CONFIG"]
+    wanted = yaml.safe_load(found["ConfigMap", "mine-adapters"]["data"]["configmap.yaml"])["vLLMLoRAConfig"]
+    assert (wanted["host"], wanted["port"]) == ("localhost", 8000)
+    assert wanted["ensureExist"]["models"] == SYNCED["adapterSync"]["adapters"]
+    settings = make_parser().parse(server["args"][1:])
+    assert settings.setting_adapter_roots == "/models/adapters:/models/rollout"
+    assert settings.setting_allow_unauthenticated
+
+
+@needs_helm
+@pytest.mark.integration
+def test_settings_from_a_file_are_what_the_server_takes(tmp_path, monkeypatch):
+    """Helm reads the numbers of a file as floats, and writes large ones as 1.048576e+06."""
+    wanted = {
+        "CHORUS_MEMORY_BYTES": 64 << 30,
+        "CHORUS_MAX_MODEL_LEN": 1 << 20,
+        "CHORUS_STALL_SECONDS": 7.5,
+        "CHORUS_ACCESS_LOG": True,
+        "CHORUS_LOG_LEVEL": "debug",
+    }
+    data = rendered(tmp_path, {"settings": wanted})["ConfigMap", "mine"]["data"]
+    assert data == {name: str(value).lower() for name, value in wanted.items()}
+    for name, text in data.items():
+        monkeypatch.setenv(name, text)
+    settings = Settings()
+    assert [getattr(settings, name.removeprefix("CHORUS_").lower()) for name in wanted] == [*wanted.values()]
+
+
+@needs_helm
+@pytest.mark.integration
+def test_large_whole_numbers_are_written_as_such(tmp_path):
+    numbers = {
+        "replicas": 2_000_000,
+        "terminationGracePeriodSeconds": 2_000_000,
+        "startupSeconds": 10_000_000,
+    }
+    ended = render(tmp_path, numbers)
+    assert ended.returncode == 0 and not re.findall(r"\de\+\d", ended.stdout)
+    scaled = {"prometheus": "http://p", "minReplicas": 1_000_000, "maxReplicas": 2_000_000, "targetWaiting": 3_000_000}
+    for kind in ("hpa", "keda"):
+        values = {"autoscaling": {**scaled, "kind": kind}}
+        assert "e+" not in render(tmp_path, values).stdout
