@@ -238,6 +238,7 @@ def test_what_is_rendered_is_valid_and_serves(more, tmp_path):
         ),
         (merged(SYNCED, {"adapters": {"roots": ["/models/roll"]}}), "lies outside /models/roll;"),
         (merged(SYNCED, {"adapters": {"path": ""}}), "needs adapters.roots"),
+        (merged(SYNCED, {"adapterSync": {"adapters": [{"id": "a", "source": "x/../../a"}]}}), "a, which lies outside"),
         ({"replica": 2}, "property replica is not allowed|properties 'replica' not allowed"),  # Helm 3's words, and 4's
     ],
 )

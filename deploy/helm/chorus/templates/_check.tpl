@@ -29,7 +29,7 @@
 {{- end -}}
 {{- range .Values.adapterSync.adapters -}}
 {{- $source := clean .source -}}
-{{- $isBelow := not (isAbs $source) -}}
+{{- $isBelow := not (or (isAbs $source) (hasPrefix "../" (printf "%s/" $source))) -}}
 {{- range $roots -}}
 {{- $isBelow = or $isBelow (eq $source (clean .)) (hasPrefix (printf "%s/" (clean .)) $source) -}}
 {{- end -}}
