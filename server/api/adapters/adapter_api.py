@@ -121,6 +121,11 @@ class AddAdapter(NamedAdapter):
     """POST /v1/adapters."""
 
 
+def _none_if_empty(name: str | None) -> str | None:
+    """Some clients send an empty name for none (the inference extension's lora-syncer)."""
+    return name or None
+
+
 class LoadLoraAdapter(NamedAdapter):
     """POST /v1/load_lora_adapter. Which form an adapter on experts has (`is_3d_lora_weight`) its tensors tell."""
 
@@ -130,7 +135,7 @@ class LoadLoraAdapter(NamedAdapter):
     path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
     """Replace an adapter of the same name; None: only if the request contains the files."""
-    base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
+    base_model_name: Annotated[str | None, Field(max_length=MAX_PATH_BYTES), AfterValidator(_none_if_empty)] = None
     is_3d_lora_weight: bool | None = None
 
 

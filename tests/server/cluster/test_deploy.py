@@ -48,6 +48,17 @@ def test_images_install_extras_that_exist_and_serve(file):
     assert make_parser().parse(command[1:]).setting_host == "0.0.0.0"
 
 
+def test_pods_run_as_the_user_who_owns_the_image_s_state():
+    template = (ROOT / "deploy" / "helm" / "chorus" / "templates" / "deployment.yaml").read_text()
+    base = yaml.safe_load((KUSTOMIZE / "deployment.yaml").read_text())
+    user = base["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
+    assert re.findall(r"runAsUser: (\d+)", template) == [str(user)]
+    for file in (ROOT / "Dockerfile", DEPLOY / "Dockerfile.cuda"):
+        text = file.read_text()
+        assert re.findall(r"useradd .*--uid (\d+) chorus", text) == [str(user)], file
+        assert "chown chorus /state" in text and "USER chorus" in text
+
+
 def test_the_image_for_cpus_takes_the_build_of_pytorch_for_cpus():
     """PyPI's brings gigabytes of CUDA packages. The bounds are the package's, in README and the tutorial, too."""
     text = (ROOT / "Dockerfile").read_text()
@@ -73,6 +84,7 @@ OTHERS_FLAGS = {
     "--no-cache-dir",
     "--no-install-recommends",
     "--project-directory",
+    "--remove",
     "--uid",
 }
 

@@ -14,18 +14,22 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
-{{- /* Combinations that the schema can't refuse. */ -}}
-{{- define "chorus.check" -}}
-{{- if and .Values.adapters.uploads.enabled (or (gt (int .Values.replicas) 1) (ne .Values.autoscaling.kind "none")) -}}
-{{- fail "adapters.uploads.enabled needs replicas: 1 and autoscaling.kind: none; uploads belong to one server" -}}
+{{- define "chorus.image" -}}
+{{- $version := printf "%s%s" .Chart.AppVersion (gt (int .Values.gpus) 0 | ternary "-cuda" "") -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default $version }}
 {{- end -}}
-{{- if and (not .Values.keys.apiKeys) (not .Values.keys.allowUnauthenticated) -}}
-{{- fail "keys.apiKeys is empty; name the entry of keys.secret with the clients' keys, or set keys.allowUnauthenticated" -}}
+
+{{- /* The settings as a ConfigMap's data. Numbers of a values file are floats, which Helm writes as 1.048576e+06. */ -}}
+{{- define "chorus.settings" -}}
+{{- range $name, $value := .Values.settings }}
+{{ $name }}: {{ include "chorus.plain" $value | quote }}
+{{- end }}
 {{- end -}}
-{{- if and (eq .Values.autoscaling.kind "keda") (not .Values.autoscaling.prometheus) -}}
-{{- fail "autoscaling.kind is keda, which asks Prometheus; set autoscaling.prometheus to its address" -}}
-{{- end -}}
-{{- if and .Values.adapterSync.enabled (not .Values.adapterSync.image) -}}
-{{- fail "adapterSync.enabled needs adapterSync.image" -}}
+
+{{- define "chorus.plain" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) -}}
+{{ printf "%.0f" . }}
+{{- else -}}
+{{ . }}
 {{- end -}}
 {{- end -}}

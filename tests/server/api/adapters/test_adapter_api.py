@@ -96,6 +96,12 @@ def test_an_adapter_comes_and_goes_as_in_vllm(live, reference, root):
     assert error_of(response, 404) == ("lora_name", "adapter_not_found")
 
 
+def test_an_empty_name_of_the_base_is_none(live, root):
+    """As the inference extension's sidecar sends it."""
+    assert load(live, "org/new", root / "r3-mlp", base_model_name="").status_code == 200
+    assert error_of(load(live, "org/newer", root / "r3-mlp", base_model_name=" "), 400)[0] == "base_model_name"
+
+
 def test_a_loaded_adapter_is_replaced_only_when_asked(live, reference, root):
     assert error_of(load(live, "first", root / "r3-mlp"), 400) == ("lora_name", "adapter_already_loaded")
     assert says(live, "first", reference, "r2-qv")
