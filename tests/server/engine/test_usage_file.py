@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
 from chorus.server.cli.command import main
 from chorus.server.engine import usage_file
 from chorus.server.engine.appended_csv import AppendedCsv, NotAppendable
@@ -47,6 +49,28 @@ def test_a_server_writes_what_its_clients_used(start, fake_engine, tmp_path, cap
     assert [int(row["requests"]) for row in rows] == [4, 2]
     assert [row["tenant"] for row in read(capsys, path, "--by", "tenant")] == ["acme", "beta"]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("end", ["stop", "left", "length"])
+def test_an_answer_that_ends_early_pays_for_its_pages(start, subject, tmp_path, capsys, monkeypatch, end):
+    """The client's stop string, which the engine does not look for, and a client that leaves, in a prompt's block."""
+    monkeypatch.setattr(usage_file, "WRITE_SECONDS", 0.05)
+    config = EngineConfig(model=subject("gqa").model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    live = start(Engine.from_config(config), settings={"usage_file": tmp_path / "usage.csv"})
+    body = {"model": "base", "prompt": [5, 9, 30], "ignore_eos": True, "max_tokens": 2, "temperature": 0}
+    first = live.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    live.wait_until(lambda: len(read(capsys, tmp_path / "usage.csv")) == 1)
+    (before,) = read(capsys, tmp_path / "usage.csv")
+    if end == "left":
+        with live.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 200, "stream": True}) as told:
+            next(told.iter_lines())
+    else:
+        ends = {"max_tokens": 200, "stop": [first[0]]} if end == "stop" else {}
+        told = live.client.post("/v1/completions", json=body | ends).json()
+        assert told["choices"][0]["finish_reason"] == end
+    live.wait_until(lambda: read(capsys, tmp_path / "usage.csv")[0]["requests"] == "2")
+    (after,) = read(capsys, tmp_path / "usage.csv")
+    assert float(after["page_seconds"]) > float(before["page_seconds"]) > 0
 
 
 @pytest.fixture
