@@ -57,10 +57,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    since, until = arguments.since, arguments.until
+    if since is not None and until is not None and until <= since:
+        raise UsageError(f"--until is {until}, not after --since, which is {since}: give a later --until")
     keys = _KEYS[arguments.by]
     sums: dict[tuple[str, ...], Used] = {}
     for path in arguments.files:
-        if num_bad := _add_file(path, sums, keys, arguments.since, arguments.until):
+        if num_bad := _add_file(path, sums, keys, since, until):
             print(f"chorus: warning: {path}: {num_bad} lines can't be read, and are left out", file=sys.stderr)
     rows = [
         dict(zip(keys, names, strict=True)) | {name: _rounded(value) for name, value in asdict(used).items()}

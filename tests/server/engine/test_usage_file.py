@@ -120,6 +120,12 @@ def test_a_wrong_time_names_the_right_ones(written, capsys):
     assert "2026-11-01T12:30+01:00, 24h, 30d or 4w" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("until", ["2026-11-01", "2026-12-01"])
+def test_a_time_that_ends_before_it_begins_is_refused(written, capsys, until):
+    assert main(["usage", str(written), "--since", "2026-12-01", "--until", until]) == 2
+    assert "--until" in (told := capsys.readouterr().err) and "--since" in told
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
