@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from chorus.perf.plan import command as plan_command
 from chorus.server.cli.command import make_parser
 from chorus.server.start.flags import UsageError
 
@@ -47,7 +48,9 @@ def own_commands(text: str) -> list[list[str]]:
 def refusal(words: list[str]) -> str | None:
     """What `chorus` says of these words, if they are not understood."""
     try:
-        make_parser().parse(words)
+        arguments = make_parser().parse(words)
+        if words[0] == "plan":
+            plan_command.check(arguments)
     except UsageError as error:
         return str(error)
     return None

@@ -90,6 +90,7 @@ JOBS = {
     "Linux": LINUX,
     "needs Linux": LINUX,
     "needs the openssl command": LINUX,
+    "needs the sqlite3 command": LINUX,
     "no test's time is limited by a signal": LINUX,
     "no configurations in …; set CHORUS_SHARED": SHARED,
     "no shared data in …; set CHORUS_SHARED": SHARED,

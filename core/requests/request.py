@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...memory.pages.layout import NEVER
 from .blocks import NO_BLOCKS, PromptBlocks
@@ -55,6 +55,19 @@ class BoundVersion(Protocol):
     def sources(self) -> Sequence[BoundVersion]:
         """The versions that it is composed of."""
         ...
+
+
+class HeldPages(NamedTuple):
+    """The pages that a request holds; replaced as a whole, so that other threads may read it."""
+
+    num_pages: int
+    since: float
+    """When their number last changed."""
+    page_seconds: float
+    """Pages times the seconds that they were held before."""
+
+
+NO_PAGES = HeldPages(0, 0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -117,12 +130,8 @@ class Request:
     """An earlier choice of its group: it is bound to the same version."""
     block_table: BlockTable = field(init=False)
     """Exists while it runs."""
-    num_pages: int = 0
-    """Pages that it holds, also those that it shares with others."""
-    paged_at: float = 0.0
-    """When `num_pages` last changed."""
-    page_seconds: float = 0.0
-    """Pages times the seconds that it held them, until `paged_at`."""
+    held: HeldPages = NO_PAGES
+    """Its pages, also those that it shares with others."""
     room: int = 0
     """Tokens that its pages can hold."""
     leaves_at: int = NEVER
@@ -205,9 +214,13 @@ class Request:
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
 
     def note_pages(self, count: int, now: float) -> None:
-        """It holds `count` pages from now on."""
-        self.page_seconds += self.num_pages * (now - self.paged_at)
-        self.num_pages, self.paged_at = count, now
+        """It holds so many pages from now on."""
+        self.held = HeldPages(count, now, self.page_seconds_until(now))
+
+    def page_seconds_until(self, now: float) -> float:
+        """Pages times the seconds that it has held them. Any thread may call it."""
+        held = self.held
+        return held.page_seconds + held.num_pages * (now - held.since)
 
     def forget_prompt(self) -> None:
         """Drop the results of prompt tokens that will be computed again."""

@@ -108,7 +108,12 @@ class Lifecycle:
         """End a request in either queue with an error; its output is in `ended_outside_steps`."""
         self.finish(request, FinishReason.ERROR)
         output = RequestOutput(
-            request.id, (), FinishReason.ERROR, error=error, failure=failure, page_seconds=request.page_seconds
+            request.id,
+            (),
+            FinishReason.ERROR,
+            error=error,
+            failure=failure,
+            page_seconds=self.memory.page_seconds(request),
         )
         self.ended_outside_steps.append(output)
 

@@ -441,7 +441,7 @@ class RequestMemory:
         for index, request in enumerate(requests):
             request.block_table.pages += pages[index * step : (index + 1) * step]
             request.room += block
-            request.note_pages(request.num_pages + step, now)
+            request.note_pages(request.held.num_pages + step, now)
         return True
 
     def move_on(self, request: Request, *, was_draft: bool = False) -> None:
@@ -488,6 +488,10 @@ class RequestMemory:
         """Note the last block of a request that the prefix cache knows; None: it knows none, or the request ends."""
         self.prefix.follow(request.last_block, block)
         request.last_block = block
+
+    def page_seconds(self, request: Request) -> float:
+        """Pages times the seconds that a request has held them so far."""
+        return request.page_seconds_until(self.clock())
 
     def release(self, request: Request) -> None:
         """Free the request's pages and its adapter's pin."""

@@ -552,7 +552,7 @@ class Scheduler:
                     error=error,
                     step=info,
                     failure=failure,
-                    page_seconds=request.page_seconds,
+                    page_seconds=self._memory.page_seconds(request),
                 )
             )
             return False
@@ -637,7 +637,7 @@ class Scheduler:
             step=info,
             logprobs=(logprobs,) if logprobs else (),
             num_preemptions=request.num_preemptions,
-            page_seconds=request.page_seconds,
+            page_seconds=self._memory.page_seconds(request),
             **(_reported_once(request) if is_first else {}),
         )
 
@@ -654,7 +654,7 @@ class Scheduler:
             FinishReason.STOP,
             step=info,
             num_preemptions=request.num_preemptions,
-            page_seconds=request.page_seconds,
+            page_seconds=self._memory.page_seconds(request),
             pooled=to_bytes(vector if request.head is None else request.head.scores(vector)),
             **_reported_once(request),
         )

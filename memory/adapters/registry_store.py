@@ -25,6 +25,7 @@ from ..files.directory import MAX_PATH_BYTES
 from ..files.error import AdapterFormatError
 from ..files.manifest import AdapterManifest
 from .adapter import check_name
+from .registry_lock import RegistryLock
 from .versions import LABEL, VersionNames, number_of, split_version, versioned
 
 APPLICATION_ID = 0x43485253
@@ -192,7 +193,7 @@ def _check_count(what: str, value: Any, most: int) -> None:
 
 
 class RegistryStore:
-    """The file of one registry, which holds it exclusively; not thread-safe.
+    """The file of one registry, which alone changes it, while others may read it; not thread-safe.
 
     Raises RegistryError if the file belongs to another program, has a newer schema, is damaged, or is held by another
     registry.
@@ -200,22 +201,25 @@ class RegistryStore:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock: RegistryLock | None = None
         try:
             self._db = sqlite3.connect(path, timeout=1, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise RegistryError(f"the registry file {path} can't be opened: {error}") from None
         try:
+            self._lock = None if str(path) == ":memory:" else RegistryLock(path)
             self._open()
         except RegistryError:
-            self._db.close()
+            self.close()
             raise
         except Exception as error:  # a damaged file may raise anything
-            self._db.close()
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            self.close()
+            is_held = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+            if is_held or isinstance(error, BlockingIOError):
                 raise RegistryError(f"the registry file {path} is held by another registry") from None
             raise RegistryError(f"the registry file {path} can't be used: {error or type(error).__name__}") from None
         except BaseException:
-            self._db.close()
+            self.close()
             raise
 
     def _open(self) -> None:
@@ -228,13 +232,12 @@ class RegistryStore:
             raise RegistryError(
                 f"{self._path} has schema {version}, written by a newer Chorus; this one reads up to {len(MIGRATIONS)}"
             )
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # locks out another registry
-        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA journal_mode = WAL")  # a reader, such as a backup, delays no change
         db.execute("PRAGMA synchronous = FULL")  # a commit reaches the disk, not only the system's cache
         found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if found != "ok":
             raise self._damaged(found)
-        db.execute("BEGIN IMMEDIATE")  # takes the lock, which is kept until the file is closed
+        db.execute("BEGIN IMMEDIATE")
         for number in range(version, len(MIGRATIONS)):
             for statement in MIGRATIONS[number].split(";"):
                 db.execute(statement)
@@ -281,6 +284,8 @@ class RegistryStore:
 
     def close(self) -> None:
         self._db.close()
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def is_new(self) -> bool:

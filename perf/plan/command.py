@@ -73,6 +73,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the plan and all candidates as one JSON object")
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for flags that don't go together."""
+    if (arguments.min_replicas or 1) > arguments.max_replicas:
+        raise UsageError(
+            f"chorus plan: error: --min-replicas is {arguments.min_replicas}, above --max-replicas "
+            f"{arguments.max_replicas}; change one of them"
+        )
+    if arguments.slo_ttft is None and arguments.slo_tpot is None:
+        raise UsageError("chorus plan: error: the SLO is missing; give --slo-ttft, --slo-tpot or both")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0 for a plan, 1 if no candidate meets the SLO, 2 for wrong input."""
     from ...core.costs.profile import ProfileError
@@ -81,13 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..workload.fields import WorkloadError
     from .plan import make_plan
 
-    if (arguments.min_replicas or 1) > arguments.max_replicas:
-        raise UsageError(
-            f"chorus plan: error: --min-replicas is {arguments.min_replicas}, above --max-replicas "
-            f"{arguments.max_replicas}; change one of them"
-        )
-    if arguments.slo_ttft is None and arguments.slo_tpot is None:
-        raise UsageError("chorus plan: error: the SLO is missing; give --slo-ttft, --slo-tpot or both")
+    check(arguments)
     if not arguments.out.absolute().parent.is_dir():
         raise UsageError(f"chorus plan: error: --out is {arguments.out}: its directory does not exist; make it")
     if find_spec("matplotlib") is None:
@@ -110,5 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(plan.to_json()))
     else:
         command = plan.command()
-        print("\n".join([plan.summary(), *([command] if command else []), f"The page: {arguments.out}"]))
+        sizes = map(str, plan.fleet.adapter_sizes())
+        print("\n".join([plan.summary(), *([command] if command else []), *sizes, f"The page: {arguments.out}"]))
     return 0 if plan.best is not None else 1

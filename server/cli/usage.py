@@ -1,13 +1,18 @@
-"""`chorus usage`: adds up a usage file, as CSV or JSON for a bill."""
+"""`chorus usage`: adds up usage files, as CSV or JSON for a bill.
+
+Tests: tests/server/engine/test_usage_file.py
+"""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +20,9 @@ from typing import Any, TextIO
 
 from ..engine.usage_file import COLUMNS, HEADER, Used
 from ..start.flags import UsageError
+
+_GZIP = b"\x1f\x8b"
+"""How an archive begins."""
 
 _UNITS = {"h": "hours", "d": "days", "w": "weeks"}
 _TYPES: dict[str, Callable[[str], Any]] = {
@@ -24,13 +32,19 @@ _KEYS = {"tenant": ("tenant",), "model": ("model",), "both": ("tenant", "model")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="the file that a server writes with --usage-file")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="the file of a server's --usage-file, or an older one that was moved away; gzip-compressed ones, too",
+    )
     parser.add_argument(
         "--since",
         type=_time,
         metavar="TIME",
         help="count requests that ended at this time or later: 2026-11-01, 2026-11-01T12:30, either in UTC or with an "
-        "offset such as +01:00, or 24h, 30d or 4w ago. Default: from the file's beginning",
+        "offset such as +01:00, or 24h, 30d or 4w ago. Default: from the files' beginning",
     )
     parser.add_argument("--until", type=_time, metavar="TIME", help="count requests that ended before. Default: all")
     parser.add_argument(
@@ -43,16 +57,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    since, until = arguments.since, arguments.until
+    if since is not None and until is not None and until <= since:
+        raise UsageError(f"--until is {until}, not after --since, which is {since}: give a later --until")
     keys = _KEYS[arguments.by]
-    try:
-        with arguments.file.open(newline="", encoding="utf-8") as file:
-            rows, num_bad = totals(file, keys, arguments.since, arguments.until)
-    except OSError as error:
-        raise UsageError(f"{arguments.file}: {error.strerror}; name the file of a server's --usage-file") from None
-    except NotUsage:
-        raise UsageError(f"{arguments.file}: not a usage file; name the file of a server's --usage-file") from None
-    if num_bad:
-        print(f"chorus: warning: {arguments.file}: {num_bad} lines can't be read, and are left out", file=sys.stderr)
+    sums: dict[tuple[str, ...], Used] = {}
+    for path in arguments.files:
+        if num_bad := _add_file(path, sums, keys, since, until):
+            print(f"chorus: warning: {path}: {num_bad} lines can't be read, and are left out", file=sys.stderr)
+    rows = [
+        dict(zip(keys, names, strict=True)) | {name: _rounded(value) for name, value in asdict(used).items()}
+        for names, used in sorted(sums.items())
+    ]
     if arguments.format == "json":
         json.dump(rows, sys.stdout, indent=1)
         print()
@@ -63,45 +79,50 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class NotUsage(ValueError):
-    """The file holds something else."""
-
-
-def totals(
-    file: TextIO, keys: tuple[str, ...], since: datetime | None = None, until: datetime | None = None
-) -> tuple[list[dict[str, Any]], int]:
-    """What was used by each combination of `keys`, sorted by these, and the number of lines that can't be read.
-
-    Raises NotUsage.
-    """
-    if file.readline().rstrip("\n") != HEADER:
-        raise NotUsage
-    sums: dict[tuple[str, ...], Used] = {}
+def _add_file(
+    path: Path,
+    sums: dict[tuple[str, ...], Used],
+    keys: tuple[str, ...],
+    since: datetime | None,
+    until: datetime | None,
+) -> int:
+    """Add a file's rows to the sums by `keys`, and return the number of lines that can't be read. Raises UsageError."""
     num_bad = 0
-    for found in _rows(file):
-        if found is None:
-            num_bad += 1
-            continue
-        time, names, used = found
-        if (since is None or time >= since.timestamp()) and (until is None or time < until.timestamp()):
-            sums.setdefault(tuple(names[key] for key in keys), Used()).add(used)
-    return [
-        dict(zip(keys, names, strict=True)) | {name: _rounded(value) for name, value in asdict(used).items()}
-        for names, used in sorted(sums.items())
-    ], num_bad
+    try:
+        with _opened(path) as file:
+            if file.readline().rstrip("\n") != HEADER:
+                raise UsageError(f"{path}: not a usage file; name the file of a server's --usage-file")
+            for found in map(_read, file):
+                if found is None:
+                    num_bad += 1
+                    continue
+                time, names, used = found
+                if (since is None or time >= since.timestamp()) and (until is None or time < until.timestamp()):
+                    sums.setdefault(tuple(names[key] for key in keys), Used()).add(used)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{path}: a damaged archive ({error}); name a whole one, or the file before it") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name the file of a server's --usage-file") from None
+    return num_bad
 
 
-def _rows(file: TextIO) -> Iterator[tuple[float, dict[str, str], Used] | None]:
-    """The time, names and counts of each line; None for a line that can't be read, such as one cut off by a crash."""
-    for line in csv.reader(file):
-        if len(line) != len(COLUMNS):
-            yield None
-            continue
-        row = dict(zip(COLUMNS, line, strict=True))
-        try:
-            yield float(row["time"]), row, Used(**{name: read(row[name]) for name, read in _TYPES.items()})
-        except ValueError:
-            yield None
+def _opened(path: Path) -> TextIO:
+    """The file's text; bytes of a cut line may be none."""
+    with path.open("rb") as file:
+        is_compressed = file.read(len(_GZIP)) == _GZIP
+    if is_compressed:
+        return gzip.open(path, "rt", newline="\n", encoding="utf-8", errors="replace")
+    return path.open(newline="\n", encoding="utf-8", errors="replace")
+
+
+def _read(line: str) -> tuple[float, dict[str, str], Used] | None:
+    """The time, names and counts of a line; None if it can't be read, such as one cut off by a crash."""
+    try:
+        (values,) = csv.reader([line])  # a line by itself: a quote of a cut one must not hide others
+        row = dict(zip(COLUMNS, values, strict=True))
+        return float(row["time"]), row, Used(**{name: read(row[name]) for name, read in _TYPES.items()})
+    except (ValueError, csv.Error):
+        return None
 
 
 def _rounded(value: float) -> float:

@@ -88,9 +88,7 @@ class Choice:
         """Log-probabilities of a discarded token."""
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
-        self.page_seconds = 0.0
-        """Pages of KV times the seconds that it has held them, on all replicas that have run it."""
-        self._pages_told = 0.0  # by the present replica
+        self._page_seconds = self._pages_told = 0.0  # told by all replicas that have run it, and by the present one
         self.num_accepted_drafts = self.num_rejected_drafts = 0
         """Proposed tokens that became part of the output, and those that were computed in vain."""
         self.num_reasoning_tokens = 0
@@ -169,8 +167,12 @@ class Choice:
         self.num_rejected_drafts += output.num_rejected_drafts
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         if told := output.page_seconds:
-            self.page_seconds += told - self._pages_told if told >= self._pages_told else told  # less: another replica
+            self._page_seconds += told - self._pages_told if told >= self._pages_told else told  # less: another replica
             self._pages_told = told
+
+    def page_seconds_until(self, now: float) -> float:
+        """Pages of KV times the seconds that it has held them: the engine's count, or what replicas told of it."""
+        return max(self._page_seconds, self.request.page_seconds_until(now))
 
     def _note_end(self, output: RequestOutput) -> None:
         if self._stream.stopped_by is not None:
@@ -402,8 +404,9 @@ class Generation:
             self._recorder.note(choice.request, len(choice.prompt_token_ids), len(choice.token_ids))
 
     def _ended(self, choice: Choice) -> Ended:
+        now = time.monotonic()
         return Ended(
-            time.monotonic() - self._arrival,
+            now - self._arrival,
             queue_seconds=choice.queue_seconds,
             first_seconds=choice.first_seconds,
             last_seconds=self._latest[choice.index] - self._arrival,
@@ -413,7 +416,7 @@ class Generation:
             max_tokens=choice.request.params.max_tokens,
             num_preemptions=choice.num_preemptions,
             kinds=choice.kinds,
-            page_seconds=choice.page_seconds,
+            page_seconds=choice.page_seconds_until(now),
             is_first_choice=choice.index % self._per_prompt == 0,
         )
 

@@ -1,6 +1,6 @@
 """Adapters loaded over HTTP, across restarts: uploaded files, and the table of names.
 
-Tests: tests/server/api/adapters/test_uploads_kept.py
+Tests: tests/server/api/adapters/test_uploads_kept.py, tests/server/api/adapters/test_back_up.py
 """
 
 from __future__ import annotations

@@ -48,6 +48,38 @@ def test_a_request_pays_for_the_pages_that_it_holds_and_for_each_second(subject,
     assert found["long"][-1].finish_reason is FinishReason.LENGTH
 
 
+def test_each_report_has_the_seconds_until_then(subject, drive):
+    """Also the first one, after the steps of a long prompt, whose pages have not changed since."""
+    clock = Ticks()
+    driver = drive(subject("gqa"), clock=clock, block_tokens=8, max_num_batched_tokens=8, max_num_seqs=8)
+    tokens = driver.engine.block_tokens
+    driver.add("one", None, list(range(5, 5 + 6 * tokens)), max_tokens=3 * tokens)
+    (request,) = driver.engine.scheduler.waiting
+    held, told = 0, []
+    while driver.engine.has_work():
+        (*_, output) = driver.step() or [None]
+        if output is not None and output.page_seconds:
+            assert output.page_seconds == held
+            told.append(output)
+        held += len(request.block_table.held) if request.is_running else 0
+        clock.now += 1
+    assert len(told[0].token_ids) == 1 and told[0].page_seconds >= 6 * 5 / 2 and len(told) >= 4
+
+
+def test_an_aborted_request_has_paid_for_its_pages_until_then(subject, drive):
+    clock = Ticks()
+    driver = drive(subject("gqa"), clock=clock, block_tokens=8, max_num_batched_tokens=8, max_num_seqs=8)
+    driver.add("one", None, list(range(5, 5 + 6 * driver.engine.block_tokens)), max_tokens=2)
+    (request,) = driver.engine.scheduler.waiting
+    assert driver.step() == []
+    pages = len(request.block_table.held)
+    clock.now += 7
+    assert request.page_seconds_until(clock.now) == 7 * pages > 0
+    driver.engine.abort("one")
+    clock.now += 7
+    assert request.page_seconds_until(clock.now) == 7 * pages
+
+
 def test_adapters_page_seconds_and_loads_are_added_up(subject, drive):
     driver = drive(subject("gqa"))
     driver.run("a", "r8-attention", [5, 9, 30], max_tokens=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
+from contextlib import closing
 from random import Random
 
 import pytest
@@ -65,6 +66,35 @@ def test_a_file_is_held_by_one_registry(opened, path):
     opened()
     with pytest.raises(RegistryError, match=rf"{path} is held by another registry"):
         RegistryStore(path)
+    (path.parent / "link").symlink_to(path)
+    with pytest.raises(RegistryError, match="held by another registry"):
+        RegistryStore(path.parent / "link")
+
+
+def test_others_read_a_file_that_is_held(opened, path, tmp_path):
+    """A backup while a server runs: a copy with all entries; and a reader keeps no change away."""
+    store = opened()
+    store.put(ALICE)
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT name FROM adapters").fetchall() == [("alice",)]
+        store.put(ALICE._replace(name="bob"))
+        reader.execute("COMMIT")
+        with closing(sqlite3.connect(tmp_path / "copy.db")) as copy:
+            reader.backup(copy)
+    copied = RegistryStore(tmp_path / "copy.db")
+    assert (copied.identity, copied.entries()) == (store.identity, store.entries()) and len(copied.entries()) == 2
+    copied.close()
+    store.close()
+    RegistryStore(path).close()
+
+
+def test_a_file_that_is_refused_is_not_held(opened, path):
+    path.write_bytes(b"not a database at all, but long enough to look at" * 100)
+    with pytest.raises(RegistryError, match="can't be used"):
+        RegistryStore(path)
+    path.unlink()
+    assert opened().is_new
 
 
 def test_an_older_schema_is_migrated(opened, path, monkeypatch):
@@ -151,7 +181,8 @@ def written(path):
     store.remove("adapter-3")
     said = store.identity, store.generation, sorted(store.entries())
     store.close()
-    assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing is left in SQLite's log"
+    left = {each.name for each in path.parent.iterdir()}
+    assert left == {path.name, f"{path.name}.lock"}, "nothing is left in SQLite's log"
     return path.read_bytes(), said
 
 

@@ -58,6 +58,7 @@ def test_a_measured_profile_that_follows_the_load(trace, tmp_path, capsys):
     assert plan(*flags, "--out", tmp_path / "plan.html") == 0
     said = capsys.readouterr().out
     assert "from a measured profile" in said and "predicted" not in said
+    assert all(f"\nAn adapter of rank {rank} takes " in said for rank in (8, 16, 64))
     assert re.search(
         r"chorus cluster up MODEL .*--memory-bytes 20GiB --max-num-seqs 4 --replicas \d+ --min-replicas 1\n", said
     )

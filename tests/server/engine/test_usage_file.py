@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import gzip
 import io
 import json
 import time
@@ -11,6 +12,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
 from chorus.server.cli.command import main
 from chorus.server.engine import usage_file
 from chorus.server.engine.appended_csv import AppendedCsv, NotAppendable
@@ -46,6 +49,28 @@ def test_a_server_writes_what_its_clients_used(start, fake_engine, tmp_path, cap
     assert [int(row["requests"]) for row in rows] == [4, 2]
     assert [row["tenant"] for row in read(capsys, path, "--by", "tenant")] == ["acme", "beta"]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("end", ["stop", "left", "length"])
+def test_an_answer_that_ends_early_pays_for_its_pages(start, subject, tmp_path, capsys, monkeypatch, end):
+    """The client's stop string, which the engine does not look for, and a client that leaves, in a prompt's block."""
+    monkeypatch.setattr(usage_file, "WRITE_SECONDS", 0.05)
+    config = EngineConfig(model=subject("gqa").model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    live = start(Engine.from_config(config), settings={"usage_file": tmp_path / "usage.csv"})
+    body = {"model": "base", "prompt": [5, 9, 30], "ignore_eos": True, "max_tokens": 2, "temperature": 0}
+    first = live.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    live.wait_until(lambda: len(read(capsys, tmp_path / "usage.csv")) == 1)
+    (before,) = read(capsys, tmp_path / "usage.csv")
+    if end == "left":
+        with live.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 200, "stream": True}) as told:
+            next(told.iter_lines())
+    else:
+        ends = {"max_tokens": 200, "stop": [first[0]]} if end == "stop" else {}
+        told = live.client.post("/v1/completions", json=body | ends).json()
+        assert told["choices"][0]["finish_reason"] == end
+    live.wait_until(lambda: read(capsys, tmp_path / "usage.csv")[0]["requests"] == "2")
+    (after,) = read(capsys, tmp_path / "usage.csv")
+    assert float(after["page_seconds"]) > float(before["page_seconds"]) > 0
 
 
 @pytest.fixture
@@ -95,6 +120,12 @@ def test_a_wrong_time_names_the_right_ones(written, capsys):
     assert "2026-11-01T12:30+01:00, 24h, 30d or 4w" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("until", ["2026-11-01", "2026-12-01"])
+def test_a_time_that_ends_before_it_begins_is_refused(written, capsys, until):
+    assert main(["usage", str(written), "--since", "2026-12-01", "--until", until]) == 2
+    assert "--until" in (told := capsys.readouterr().err) and "--since" in told
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -120,3 +151,106 @@ def test_what_no_disk_takes_is_bounded_and_told(tmp_path, monkeypatch, caplog):
     file.flush()
     assert "usage of 1 requests is lost" in caplog.text
     assert len(file.path.read_text().splitlines()) == 2
+
+
+def noted(file, name="alice"):
+    """The rows that `chorus usage` is to find: one more request of this model."""
+    file.note(name, "acme", "stop", ENDED)
+    file.flush()
+
+
+def counted(capsys, *paths):
+    """Requests by model, and warnings."""
+    assert main(["usage", *map(str, paths), "--by", "model"]) == 0
+    out, err = capsys.readouterr()
+    return {row["model"]: int(row["requests"]) for row in csv.DictReader(io.StringIO(out))}, err
+
+
+def test_rows_go_to_a_new_file_after_the_old_one_was_moved_away(tmp_path, capsys):
+    path, old = tmp_path / "usage.csv", tmp_path / "usage.csv.1"
+    files = [UsageFile(path), UsageFile(path)]  # of two API servers
+    for file in files:
+        noted(file, "before")
+    path.rename(old)
+    for file in files:
+        noted(file, "after")
+    assert counted(capsys, old) == ({"before": 2}, "")
+    assert counted(capsys, path) == ({"after": 2}, "")
+    assert path.stat().st_mode & 0o777 == 0o600
+    noted(UsageFile(path), "after")
+    compressed = tmp_path / "usage.csv.1.gz"
+    compressed.write_bytes(gzip.compress(old.read_bytes()))
+    assert counted(capsys, path, compressed) == ({"before": 2, "after": 3}, "")
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_file_that_was_emptied_or_made_anew_begins_with_the_header(tmp_path, capsys, is_made):
+    path = tmp_path / "usage.csv"
+    file = UsageFile(path)
+    noted(file, "before")
+    if is_made:
+        path.rename(tmp_path / "old")
+        path.touch()
+    else:
+        path.write_text("")
+    noted(file)
+    assert counted(capsys, path) == ({"alice": 1}, "")
+    noted(UsageFile(path))  # a restart
+    assert counted(capsys, path) == ({"alice": 2}, "")
+
+
+def test_rows_wait_while_no_file_can_be_made(tmp_path, capsys):
+    path = tmp_path / "logs" / "usage.csv"
+    path.parent.mkdir()
+    file, other = UsageFile(path), UsageFile(path)
+    path.parent.rename(tmp_path / "gone")
+    for one in (file, other):  # neither leaves the old file locked
+        noted(one)
+    path.parent.mkdir()
+    for one in (other, file):
+        noted(one)
+    assert counted(capsys, path) == ({"alice": 4}, "")
+
+
+def test_rows_wait_while_another_file_has_the_name(tmp_path, capsys, caplog):
+    path = tmp_path / "usage.csv"
+    file = UsageFile(path)
+    path.unlink()
+    path.write_text("my notes\n")
+    noted(file)
+    assert path.read_text() == "my notes\n" and "is not such a usage file" in caplog.text
+    path.unlink()
+    noted(file)
+    assert counted(capsys, path) == ({"alice": 2}, "")
+
+
+@pytest.mark.parametrize("cut", ["17", '1796040452,acme,"quoted, and cu', "1796040452,a\xc3"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_cut_line_spoils_no_other_row(tmp_path, capsys, cut, is_open):
+    path = tmp_path / "usage.csv"
+    file = UsageFile(path)
+    noted(file)
+    with path.open("ab") as other:
+        other.write(cut.encode("latin-1"))
+    for _ in range(2):
+        noted(file if is_open else UsageFile(path), 'with "quotes", and commas')
+    found, told = counted(capsys, path)
+    assert found == {"alice": 1, 'with "quotes", and commas': 2} and "1 lines can't be read" in told
+
+
+def test_a_cut_header_is_completed(tmp_path, capsys):
+    path = tmp_path / "usage.csv"
+    path.write_text(HEADER[:20])
+    noted(UsageFile(path))
+    assert counted(capsys, path) == ({"alice": 1}, "")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [gzip.compress(b"x" * 999)[:-9], b"\x1f\x8b and no more", gzip.compress(b"\xff\n")],
+    ids=["cut", "wrong", "not text"],
+)
+def test_a_broken_archive_is_named(tmp_path, capsys, written, data):
+    (tmp_path / "usage.csv.1.gz").write_bytes(data)
+    assert main(["usage", str(written), str(tmp_path / "usage.csv.1.gz")]) == 2
+    assert "usage.csv.1.gz: " in capsys.readouterr().err
