@@ -27,7 +27,7 @@ from ...errors import ApiError, validated
 from ...executors import PoolFull
 from ...http.form import boundary_of, pieces
 from ...http.json_strings import Base64, LongStrings, TooManyMarks
-from ...http.unix_socket import SCOPE, Descriptors, Unsealed, check_sealed
+from ...http.unix_socket import SCOPE, Descriptors, Unsealed
 from .upload import AdapterUpload
 
 if TYPE_CHECKING:
@@ -211,13 +211,11 @@ async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | No
             "bytes of a new connection"
         )
         raise ApiError(400, message, param=WEIGHTS, code="no_descriptor") from None
+    except Unsealed as error:
+        raise ApiError(400, f"{WEIGHTS}: {error}", param=WEIGHTS, code="invalid_descriptor") from None
     with file:
         if upload.has_begun and WEIGHTS_FILE in upload.names:
             raise ApiError(400, f"{WEIGHTS}: it is given twice; give it once", param=WEIGHTS)
-        try:
-            check_sealed(file.fileno())
-        except Unsealed as error:
-            raise ApiError(400, f"{WEIGHTS}: {error}", param=WEIGHTS, code="invalid_descriptor") from None
         await upload.begin(os.fstat(file.fileno()).st_size)
         await upload.copy_beside(WEIGHTS_FILE, file)
 
