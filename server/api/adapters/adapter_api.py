@@ -36,6 +36,7 @@ from ...engine.sourced_adapters import SourcedAdapters
 from ...errors import DISK_FAULTS, ApiError, JsonResponse, T, clipped, read_body, validated
 from ...executors import DaemonPool
 from ...settings import AdapterName, Settings
+from ..control_fields import read_fields, refuse_query
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
 from .adapter_header import ADAPTER, adapter_header
 from .numbered_adapters import numbered
@@ -129,7 +130,7 @@ class LoadLoraAdapter(NamedAdapter):
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
-    """Replace an adapter of the same name; None: only if the request contains the files."""
+    """Replace an adapter of the same name; None: only if the request contains the files, or has SkyRL's form."""
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
     is_3d_lora_weight: bool | None = None
 
@@ -158,6 +159,12 @@ class ChangeAdapter(AdapterBody):
 
     pinned: StrictBool | None = None
     paused: StrictBool | None = None
+
+
+class RemoveAdapter(BaseModel):
+    """DELETE /v1/adapters/NAME."""
+
+    force: bool = False
 
 
 class DrainAdapter(AdapterBody):
@@ -283,10 +290,9 @@ class AdapterApi:
 
     async def remove(self, request: Request) -> Response:
         """Remove an adapter, once the last request that uses it has ended, or with `?force=true` at once."""
-        name, force = request.path_params["name"], request.query_params.get("force", "false")
-        if force not in ("true", "false"):
-            raise ApiError(400, f"force is {clipped(force)!r}; it must be true or false", param="force")
-        ended = await self.unload(request, name, None, force=force == "true")
+        name = request.path_params["name"]
+        asked = await read_fields(RemoveAdapter, request)
+        ended = await self.unload(request, name, None, force=asked.force)
         return JsonResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
@@ -331,10 +337,7 @@ class AdapterApi:
     async def load_lora_adapter(self, request: Request) -> Response:
         async with read_adapter(request, self._loads, self._settings) as (fields, upload):
             asked = validated(LoadLoraAdapter, fields)
-            base = self._settings.base_name
-            if asked.base_model_name not in (None, base, str(self._settings.model)):
-                message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
-                raise ApiError(400, message, param="base_model_name")
+            self._check_base(asked.base_model_name)
             replace = upload is not None if asked.load_inplace is None else asked.load_inplace
             seen, _ = await self.load(request, asked, upload, replace=replace)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
@@ -343,8 +346,16 @@ class AdapterApi:
     async def load_for_skyrl(self, request: Request) -> Response:
         """SkyRL's name of it, which replaces an adapter of the same name."""
         asked = await self.read(LoadLoraAdapter, request)
-        await self.load(request, asked, None, replace=True)
+        self._check_base(asked.base_model_name)
+        await self.load(request, asked, None, replace=asked.load_inplace is not False)
         return JsonResponse({"status": "ok", "lora_name": asked.name})
+
+    def _check_base(self, name: str | None) -> None:
+        """Raise an ApiError if a load names another base model."""
+        base = self._settings.base_name
+        if name not in (None, base, str(self._settings.model)):
+            message = f"base_model_name is {name!r}, this server's base model is {base!r}"
+            raise ApiError(400, message, param="base_model_name")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self.read(UnloadLoraAdapter, request)
@@ -373,6 +384,7 @@ class AdapterApi:
             raise ApiError(504, message, code="load_timed_out") from None
 
     async def read(self, kind: type[T], request: Request) -> T:
+        refuse_query(request)
         async with read_body(request, self._settings.max_body_bytes) as body:
             return validated(kind, body)
 

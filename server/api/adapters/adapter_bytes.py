@@ -28,6 +28,7 @@ from ...executors import PoolFull
 from ...http.form import boundary_of, pieces
 from ...http.json_strings import Base64, LongStrings, TooManyMarks
 from ...http.unix_socket import SCOPE, Descriptors, Unsealed
+from ..control_fields import refuse_query
 from .upload import AdapterUpload
 
 if TYPE_CHECKING:
@@ -69,8 +70,9 @@ async def read_adapter(
     block.
 
     Raises an ApiError if the body is neither JSON nor a form, is too large, or brings files to a server without
-    uploads.
+    uploads, and for a query.
     """
+    refuse_query(request)
     boundary = boundary_of(request.headers.get("content-type", ""))
     upload, room, failed = AdapterUpload(loads), _HeldBytes(request), True
     try:

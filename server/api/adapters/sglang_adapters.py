@@ -26,15 +26,13 @@ class LoadOfSglang(NamedAdapter):
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
     pinned: bool | None = None
-    lora_id: str | None = None
-    """SGLang's own number; names suffice here."""
+    """None: the name stays as it is."""
 
 
 class UnloadOfSglang(AdapterBody):
     """POST /unload_lora_adapter."""
 
     lora_name: Annotated[str, Field(min_length=1)]
-    lora_id: str | None = None
 
 
 class SglangAdapters:
@@ -49,6 +47,8 @@ class SglangAdapters:
             await self._adapters.load(request, asked, None, replace=await self._lies_elsewhere(asked))
             if asked.pinned:
                 await pin_adapter(self._adapters.names, asked.name, self._adapters.load_seconds)
+            elif asked.pinned is False:
+                await asyncio.wrap_future(self._adapters.names.unpin(asked.name))
         except ApiError as error:
             return await self._answer(request, error)
         return await self._answer(request)

@@ -60,6 +60,43 @@ def test_a_wrong_field_is_told(live):
     assert answer.status_code == 400 and "did you mean lora_path?" in answer.json()["error_message"]
 
 
+@pytest.mark.parametrize("route", ["/load_lora_adapter", "/unload_lora_adapter"])
+def test_a_number_of_an_adapter_is_refused_and_none_is_taken(live, route):
+    live.post("/load_lora_adapter", lora_name="a", lora_path="r2-qv")
+    body = {"lora_name": "a"} | ({} if "unload" in route else {"lora_path": "r8-attention"})
+    refused = live.post(route, **body, lora_id="7")
+    assert refused.status_code == 400 and "there is no field 'lora_id'" in refused.json()["error_message"]
+    assert tokens(live, "a")
+    assert live.post(route, **body, lora_id=None).json()["success"]
+
+
+def test_a_load_that_is_not_pinned_unpins(live):
+    """Where a load says nothing, the name stays as it is."""
+
+    def pinned_after(**more):
+        assert live.post("/load_lora_adapter", lora_name="a", **more).json()["success"]
+        return live.client.get("/v1/adapters/a").json()["pinned"]
+
+    assert pinned_after(lora_path="r2-qv", pinned=True)
+    assert pinned_after(lora_path="r8-attention")
+    assert not pinned_after(lora_path="r2-qv", pinned=False)
+
+
+def test_a_load_in_skyrl_s_form_checks_its_fields(live):
+    def load(path, **more):
+        return live.post("/skyrl/v1/load_lora_adapter", lora_name="policy", lora_path=path, **more)
+
+    assert load("r2-qv", load_inplace=False).status_code == 200
+    again = load("r8-attention", load_inplace=False)
+    assert again.status_code == 400 and again.json()["error"]["code"] == "adapter_already_loaded"
+    wrong = load("r8-attention", base_model_name="another")
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "base_model_name"
+    before = tokens(live, "policy")
+    assert load("r8-attention", base_model_name="base").status_code == 200
+    assert tokens(live, "policy") != before
+    assert load("r2-qv", load_inplace=True).status_code == 200 and tokens(live, "policy") == before
+
+
 @pytest.mark.parametrize("route", ["/v1/load_lora_adapter", "/load_lora_adapter"])
 def test_labels_of_a_name_are_adapters_beside_each_other(live, route):
     for label, path in (("v1", "r2-qv"), ("v2", "r8-attention")):
