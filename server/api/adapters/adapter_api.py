@@ -276,7 +276,7 @@ class AdapterApi:
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         asked = name if request.state.identity.grant.allows(name) else NOWHERE
-        with _known(name):
+        with known_name(name):
             seen = await asyncio.wrap_future(self.names.state(asked))
         return JsonResponse(_body(seen, request))
 
@@ -301,7 +301,7 @@ class AdapterApi:
         if asked.pinned is None and asked.paused is None:
             raise ApiError(400, "give pinned or paused, or both", param="pinned")
         name = request.path_params["name"]
-        with _known(name):
+        with known_name(name):
             if asked.paused is not None:
                 if await asyncio.wrap_future(self.names.is_version(name)):
                     plain = split_version(name)[0]
@@ -321,7 +321,7 @@ class AdapterApi:
     async def drain(self, request: Request) -> Response:
         """Answer once no request of any version of an adapter is in progress."""
         asked, name = await self.read(DrainAdapter, request), request.path_params["name"]
-        with _known(name):
+        with known_name(name):
             await asyncio.wrap_future(self.names.state(name))
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.seconds
@@ -434,7 +434,7 @@ class AdapterApi:
         """Remove an adapter; return how many requests were cancelled for it."""
         if self._loads.loaded is None:
             self._roots.require()
-        with _known(name, field):
+        with known_name(name, field):
             removed = await self._loads.remove(name, force=force)
         self._sourced.forget(name)
         version = f"version {removed.label}, content {removed.content_hash}"
@@ -534,7 +534,7 @@ def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
 
 
 @contextmanager
-def _known(name: str, field: str | None = None) -> Iterator[None]:
+def known_name(name: str, field: str | None = None) -> Iterator[None]:
     """Turn UnknownAdapter into a 404 response."""
     try:
         yield

@@ -82,6 +82,36 @@ def test_a_load_that_is_not_pinned_unpins(live):
     assert not pinned_after(lora_path="r2-qv", pinned=False)
 
 
+def pin_until_full(live):
+    """Pin adapters until the next one finds no room; its name, and the answer."""
+    for number in range(200):
+        name = f"pinned-{number}"
+        answer = live.post("/load_lora_adapter", lora_name=name, lora_path="r8-attention", pinned=True)
+        if answer.status_code != 200:
+            return name, answer
+    raise AssertionError("there was always room")
+
+
+def test_a_new_adapter_that_can_not_be_pinned_is_not_loaded(live):
+    name, refused = pin_until_full(live)
+    body = refused.json()
+    assert refused.status_code == 400 and not body["success"] and "pinned adapters would take" in body["error_message"]
+    assert name not in body["loaded_adapters"] and live.client.get(f"/v1/adapters/{name}").status_code == 404
+    again = live.post("/load_lora_adapter", lora_name=name, lora_path="r8-attention")
+    assert again.status_code == 200 and name in again.json()["loaded_adapters"], "a retry without the pin"
+
+
+def test_a_replaced_adapter_that_can_not_be_pinned_serves_and_says_so(live):
+    live.post("/load_lora_adapter", lora_name="policy", lora_path="r2-qv")
+    pin_until_full(live)
+    answer = live.post("/load_lora_adapter", lora_name="policy", lora_path="r8-attention", pinned=True)
+    body = answer.json()
+    assert answer.status_code == 200 and body["success"] and body["loaded_adapters"]["policy"].endswith("r8-attention")
+    assert "'policy' is loaded, but not pinned: pinned adapters would take" in body["error_message"]
+    assert tokens(live, "policy") == tokens(live, "pinned-0")
+    assert not live.client.get("/v1/adapters/policy").json()["pinned"]
+
+
 def test_a_load_in_skyrl_s_form_checks_its_fields(live):
     def load(path, **more):
         return live.post("/skyrl/v1/load_lora_adapter", lora_name="policy", lora_path=path, **more)
