@@ -160,6 +160,10 @@ class EngineControl:
         await read_fields(NoFields, request)
         return JsonResponse({"status": "ok", "message": f"Generation {await self._freeze(request, frozen=False)}."})
 
+    async def is_paused(self, request: Request) -> Response:
+        await read_fields(NoFields, request)
+        return JsonResponse({"is_paused": self._is_paused})
+
     async def _freeze(self, request: Request, *, frozen: bool) -> str:
         async with self._changing:
             if self._asleep and not frozen:
@@ -196,7 +200,7 @@ class EngineControl:
                 raise ApiError(503, str(error), code="busy", retry_after=1) from None
             self._asleep, self._gate.asleep = set(TAGS), True
         audit.info("%s put the engine to sleep", request.state.caller)
-        return Response(status_code=200)
+        return JsonResponse({"status": "sleeping", "level": asked.level})
 
     async def wake_up(self, request: Request) -> Response:
         """Accept requests again, once all tags have been woken; without tags, at once."""
@@ -212,7 +216,8 @@ class EngineControl:
                     await asyncio.wrap_future(self._worker.freeze(frozen=self._is_paused))
                     self._gate.asleep = False
                     audit.info("%s woke the engine", request.state.caller)
-        return Response(status_code=200)
+            status = "sleeping" if self._asleep else "awake"
+        return JsonResponse({"status": status, "tags": tags or None})
 
     async def is_sleeping(self, request: Request) -> Response:
         await read_fields(NoFields, request)
@@ -238,3 +243,12 @@ class EngineControl:
         future = self._worker.reset_prefix_cache(reset_running_requests=resets_running, tiers=tiers)
         count = await asyncio.wrap_future(future)
         audit.info("%s reset the prefix cache (%s): %d blocks", request.state.caller, ", ".join(tiers), count)
+
+    # --- rows of images ---
+
+    async def reset_image_rows(self, request: Request) -> Response:
+        """Forget the rows of images that no request holds."""
+        await read_fields(NoFields, request)
+        count = await asyncio.wrap_future(self._worker.reset_image_rows())
+        audit.info("%s reset the rows of images: %d images", request.state.caller, count)
+        return Response(status_code=200)

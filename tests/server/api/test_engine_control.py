@@ -8,8 +8,17 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 
 ROUTES = {
-    "POST": ("/sleep", "/wake_up", "/reset_prefix_cache", "/pause_generation", "/continue_generation", "/flush_cache"),
-    "GET": ("/is_sleeping",),
+    "POST": (
+        "/sleep",
+        "/wake_up",
+        "/reset_prefix_cache",
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+    ),
+    "GET": ("/is_sleeping", "/is_paused"),
 }
 
 
@@ -204,6 +213,32 @@ def test_the_tiers_that_are_named_are_reset(live):
     live.worker.call(evict).result(5)
     assert live.client.post("/reset_prefix_cache?tiers=host").status_code == 200
     assert cached() == 0
+
+
+@pytest.mark.parametrize(
+    ("pause", "resume"),
+    [("/pause?mode=keep", "/resume"), ("/pause_generation?mode=in_place", "/continue_generation")],
+)
+def test_whether_the_engine_is_paused(start, fake_engine, pause, resume):
+    live = start(fake_engine)
+    for path, is_paused in ((None, False), (pause, True), (resume, False)):
+        assert path is None or live.client.post(path).status_code == 200
+        assert live.client.get("/is_paused").json() == {"is_paused": is_paused}
+
+
+def test_sleep_and_wake_answer_as_vllm_s(live):
+    assert live.client.post("/sleep").json() == {"status": "sleeping", "level": 1}
+    assert live.client.post("/wake_up?tags=weights").json() == {"status": "sleeping", "tags": ["weights"]}
+    assert live.client.post("/wake_up?tags=kv_cache").json() == {"status": "awake", "tags": ["kv_cache"]}
+    assert live.client.post("/wake_up").json() == {"status": "awake", "tags": None}
+
+
+@pytest.mark.parametrize("path", ["/reset_mm_cache", "/reset_encoder_cache"])
+def test_rows_of_images_are_reset(start, fake_engine, path):
+    live = start(fake_engine)
+    calls = []
+    fake_engine.reset_image_rows = lambda: calls.append(path) or 3
+    assert live.client.post(path).status_code == 200 and calls == [path]
 
 
 def test_sglang_s_pause(start, fake_engine):
