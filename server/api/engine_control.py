@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from ...core.requests.request_params import InvalidRequest
 from ...core.sleep import CannotSleep
 from ...memory.pages.block import Medium
 from ..engine.backend import Backend
@@ -76,17 +77,14 @@ class ResetPrefixCache(BaseModel):
     """vLLM's: whether tiers other than the page pool are reset, too."""
 
     def mediums(self) -> list[Medium]:
-        """Raises an ApiError."""
+        """Raises an ApiError, and InvalidRequest."""
         if "reset_external" in self.model_fields_set:
             if "tiers" in self.model_fields_set:
                 message = "reset_external and tiers both say which tiers are reset; give one of them"
                 raise ApiError(400, message, param="reset_external")
             return list(Medium) if self.reset_external else [Medium.POOL]
         words = [word for each in self.tiers for word in each.split(",")]
-        try:
-            return mediums_of(words)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="tiers") from None
+        return mediums_of(words)
 
 
 class FlushCache(BaseModel):
@@ -109,13 +107,13 @@ FIELDS: dict[tuple[str, str], type[BaseModel]] = {
 
 
 def mediums_of(words: Collection[str]) -> list[Medium]:
-    """Tiers of the prefix cache by their names. Raises ValueError, whose text is for whoever named them."""
+    """Tiers of the prefix cache by their names. Raises InvalidRequest."""
     allowed = ", ".join(Medium)
     for each in words:
         if each not in set(Medium):
-            raise ValueError(f"tiers names {clipped(each)!r}; give some of {allowed}")
+            raise InvalidRequest("tiers", f"tiers names {clipped(str(each))!r}; give some of {allowed}")
     if not words:
-        raise ValueError(f"tiers is empty; give some of {allowed}")
+        raise InvalidRequest("tiers", f"tiers is empty; give some of {allowed}")
     return [Medium(each) for each in words]
 
 
@@ -167,7 +165,10 @@ class EngineControl:
     async def _freeze(self, request: Request, *, frozen: bool) -> str:
         async with self._changing:
             if self._asleep and not frozen:
-                raise ApiError(409, "the engine is asleep; POST /wake_up wakes it, and resumes it", code="asleep")
+                message = "the engine is asleep; POST /wake_up wakes it"
+                if self._is_paused:
+                    message = "the engine is asleep, and was paused before; POST /wake_up, and then resume it"
+                raise ApiError(409, message, code="asleep")
             await asyncio.wrap_future(self._worker.freeze(frozen=frozen))
             self._is_paused = frozen
         status = "paused" if frozen else "resumed"

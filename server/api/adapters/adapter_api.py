@@ -37,7 +37,7 @@ from ...errors import DISK_FAULTS, ApiError, JsonResponse, T, clipped, read_body
 from ...executors import DaemonPool
 from ...settings import AdapterName, Settings
 from ..control_fields import read_fields, refuse_query
-from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
+from .adapter_bytes import CONFIG, WEIGHTS, read_adapter, told_of_files
 from .adapter_header import ADAPTER, adapter_header
 from .numbered_adapters import numbered
 from .upload import AdapterUpload
@@ -114,6 +114,10 @@ class NamedAdapter(AdapterBody):
     path: AdapterPath | None = None
     keep_versions: Annotated[int, Field(ge=1, le=MOST_VERSIONS)] | None = None
     """Number of versions to keep of the name, including the newest."""
+    takes_files: ClassVar[bool] = True
+    """The request may contain the files."""
+    to_replace: ClassVar[str] = ""
+    """What to do about an adapter of the same name, for the error of a load that may not replace it."""
     as_base: bool | None = None
     """Whether the adapter serves requests for the base model's name until it is removed; None: as before."""
 
@@ -126,13 +130,20 @@ class LoadLoraAdapter(NamedAdapter):
     """POST /v1/load_lora_adapter. Which form an adapter on experts has (`is_3d_lora_weight`) its tensors tell."""
 
     keeps_labels: ClassVar[bool] = True
+    to_replace: ClassVar[str] = " To replace it, set 'load_inplace' to true."
 
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
-    """Replace an adapter of the same name; None: only if the request contains the files, or has SkyRL's form."""
+    """Replace an adapter of the same name; None: only if the request contains the files."""
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
     is_3d_lora_weight: bool | None = None
+
+
+class LoadForSkyrl(LoadLoraAdapter):
+    """POST /skyrl/v1/load_lora_adapter, which replaces an adapter of the same name unless `load_inplace` is false."""
+
+    takes_files: ClassVar[bool] = False
 
 
 class UnloadLoraAdapter(AdapterBody):
@@ -345,7 +356,7 @@ class AdapterApi:
 
     async def load_for_skyrl(self, request: Request) -> Response:
         """SkyRL's name of it, which replaces an adapter of the same name."""
-        asked = await self.read(LoadLoraAdapter, request)
+        asked = await self.read(LoadForSkyrl, request)
         self._check_base(asked.base_model_name)
         await self.load(request, asked, None, replace=asked.load_inplace is not False)
         return JsonResponse({"status": "ok", "lora_name": asked.name})
@@ -397,9 +408,9 @@ class AdapterApi:
         name_field, path_field = (type(asked).model_fields[name].alias or name for name in ("name", "path"))
         path = asked.path
         if (path is None) == (upload is None):
-            raise ApiError(
-                400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both", param=path_field
-            )
+            files = f"or the files {CONFIG} and {WEIGHTS}, and not both"
+            what = files if asked.takes_files else "the adapter's directory"
+            raise ApiError(400, f"give {path_field}, {what}", param=path_field)
         name, label = checked_name(self._settings, asked.name, name_field)
         replace = replace or bool(label and asked.keeps_labels)  # it replaces no version: a label means one content
         if upload is None:
@@ -410,7 +421,7 @@ class AdapterApi:
         if asked.as_base:
             await self._loads.beside(self._loads.check_alone, "as_base")
         keep = self._keep(asked, label)
-        with _load_errors(name_field, path_field):
+        with _load_errors(asked, name_field, path_field, uploaded=upload is not None):
             load = self._loads.load(
                 name, source, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
@@ -515,19 +526,20 @@ def shown_path(path: Path, request: Request) -> str:
 
 
 @contextmanager
-def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
+def _load_errors(asked: NamedAdapter, name_field: str, path_field: str, *, uploaded: bool) -> Iterator[None]:
     """Convert the error of a failed load into an ApiError that names the field to fix."""
     try:
         yield
     except AdapterFormatError as error:
+        text, field = told_of_files(str(error)) if uploaded else (str(error), path_field)
         if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
-            message = f"{error}; try again later"
-            raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
-        raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
+            message = f"{text}; try again later"
+            raise ApiError(503, message, param=field, code=error.failure, retry_after=1) from None
+        raise ApiError(400, text, param=field, code="invalid_adapter") from None
     except LabelTaken as error:
         raise ApiError(400, f"{name_field}: {error}", param=name_field, code="adapter_already_loaded") from None
     except FileExistsError as error:
-        message = f"The lora adapter '{error}' has already been loaded. To replace it, set 'load_inplace' to true."
+        message = f"The lora adapter '{error}' has already been loaded.{asked.to_replace}"
         raise ApiError(400, message, param=name_field, code="adapter_already_loaded") from None
     except RegistryFull as error:
         raise ApiError(503, str(error), param=name_field, code="registry_full") from None

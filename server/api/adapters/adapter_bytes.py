@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
@@ -60,6 +61,22 @@ class GivenDescriptor(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     descriptor: int = Field(ge=0)
+
+
+class _GivenWeights(BaseModel):
+    """The field of a body that has it, so that errors name the whole path."""
+
+    adapter_model: GivenDescriptor
+
+
+def told_of_files(text: str) -> tuple[str, str]:
+    """The error of a load of uploaded files in the client's words, and the field at fault. text: begins with a file's
+    path, which is the server's own.
+    """
+    path, _, problem = text.partition(": ")
+    file = PurePath(path).name
+    field = next((field for field, name in (FILES | _ENCODED).items() if name == file), None)
+    return (text, WEIGHTS) if field is None else (f"{file}: {problem}", field)
 
 
 @asynccontextmanager
@@ -166,7 +183,8 @@ async def _read_json(
     given = fields.pop(WEIGHTS) if isinstance(fields.get(WEIGHTS), dict) else None
     _drop_encoded(fields)
     if given is not None:
-        await _write_descriptor(upload, request.scope.get(SCOPE), validated(GivenDescriptor, given).descriptor)
+        number = validated(_GivenWeights, {WEIGHTS: given}).adapter_model.descriptor
+        await _write_descriptor(upload, request.scope.get(SCOPE), number)
     await _write_config(upload, config)
     _require(upload)
     return fields
@@ -196,6 +214,9 @@ async def _write_config(upload: AdapterUpload, config: Any) -> None:
     await upload.begin()
     if isinstance(config, dict):
         config = json.dumps(config)
+    if config is not None and not isinstance(config, str):
+        message = f"{CONFIG} must be an object, or its text, not {type(config).__name__}"
+        raise ApiError(400, message, param=CONFIG)
     if isinstance(config, str):
         await upload.write(CONFIG_FILE, config.encode("utf-8", "replace"))
 

@@ -25,6 +25,8 @@ class LoadOfSglang(NamedAdapter):
     """POST /load_lora_adapter."""
 
     keeps_labels: ClassVar[bool] = True
+    takes_files: ClassVar[bool] = False
+    to_replace: ClassVar[str] = " To replace it, load it from another path, or POST /unload_lora_adapter first."
 
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")

@@ -58,6 +58,24 @@ def test_asleep_requests_are_refused_and_afterwards_answered_as_before(live):
     assert ask(live).json()["choices"] == before
 
 
+def test_what_ends_a_sleep_and_a_pause_is_told(live):
+    def told():
+        refused = live.client.post("/resume")
+        assert refused.status_code == 409
+        return refused.json()["error"]["message"]
+
+    live.client.post("/sleep")
+    assert told() == "the engine is asleep; POST /wake_up wakes it"
+    live.client.post("/wake_up")
+    live.client.post("/pause?mode=keep")
+    live.client.post("/sleep")
+    assert told() == "the engine is asleep, and was paused before; POST /wake_up, and then resume it"
+    live.client.post("/wake_up")
+    assert live.client.get("/is_paused").json() == {"is_paused": True}
+    assert live.client.post("/resume").status_code == 200
+    assert ask(live).status_code == 200
+
+
 def test_a_paused_engine_is_still_paused_after_its_sleep(live):
     live.client.post("/pause?mode=keep")
     live.client.post("/sleep")

@@ -208,6 +208,13 @@ def test_descriptors_that_are_not_taken_change_nothing(live, reference, place, t
     live.wait_until(lambda: not memory_files())
 
 
+def test_a_wrong_number_of_a_descriptor_is_named_by_its_whole_path(live, reference, place):
+    for given, field in (({"descriptor": -1}, "adapter_model.descriptor"), ({"fd": 0}, "adapter_model.descriptor")):
+        status, text = asked(place, body_of(reference.adapters["r2-qv"], adapter_model=given))
+        error = json.loads(text)["error"]
+        assert status == 400 and error["param"] == field and error["message"].startswith(field), text
+
+
 def descriptors_to(path):
     """Number of this process's open descriptors of a path."""
     links = []

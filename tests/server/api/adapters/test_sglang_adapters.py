@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 
@@ -80,6 +81,20 @@ def test_a_load_that_is_not_pinned_unpins(live):
     assert pinned_after(lora_path="r2-qv", pinned=True)
     assert pinned_after(lora_path="r8-attention")
     assert not pinned_after(lora_path="r2-qv", pinned=False)
+
+
+def test_advice_is_of_fields_that_the_route_has(live):
+    load = partial(live.post, "/load_lora_adapter", lora_name="a")
+    assert load(lora_path="r2-qv").status_code == 200
+    again = load(lora_path="r2-qv").json()["error_message"]
+    assert "load_inplace" not in again and "already been loaded" in again and "POST /unload_lora_adapter" in again
+    for route in ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
+        missing = live.post(route, lora_name="b")
+        assert missing.status_code == 400 and "give lora_path, the adapter's directory" in missing.text, missing.text
+        assert "adapter_config" not in missing.text
+    assert "adapter_config" in live.post("/v1/load_lora_adapter", lora_name="b").text
+    of_vllm = live.post("/v1/load_lora_adapter", lora_name="a", lora_path="r2-qv").json()["error"]["message"]
+    assert of_vllm == "The lora adapter 'a' has already been loaded. To replace it, set 'load_inplace' to true."
 
 
 def pin_until_full(live):
