@@ -289,6 +289,10 @@ class Engine:
         self.scheduler.stop_caching()
         return count
 
+    def reset_image_rows(self) -> int:
+        """Forget the rows of images that no request holds; return of how many images."""
+        return 0 if self.encoder is None else self.encoder.cache.clear()
+
     def has_work(self) -> bool:
         return self.scheduler.has_work() or self.is_encoding
 

@@ -195,10 +195,15 @@ def create_app(
         GuardedRoute("POST", "/sleep", control.sleep, Right.ADMIN, reads_json=False),
         GuardedRoute("POST", "/wake_up", control.wake_up, Right.ADMIN, reads_json=False),
         GuardedRoute("GET", "/is_sleeping", control.is_sleeping, Right.ADMIN),
+        GuardedRoute("GET", "/is_paused", control.is_paused, Right.ADMIN),
         GuardedRoute("POST", "/reset_prefix_cache", control.reset_prefix_cache, Right.ADMIN, reads_json=False),
         *(
             GuardedRoute(method, "/flush_cache", control.flush_cache, Right.ADMIN, reads_json=False)
             for method in ("GET", "POST")
+        ),
+        *(
+            GuardedRoute("POST", path, control.reset_image_rows, Right.ADMIN, reads_json=False)
+            for path in ("/reset_mm_cache", "/reset_encoder_cache")  # vLLM has a cache of pixels, too
         ),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/get_model_info", api.model_info, Right.KEY),  # SGLang's older names
@@ -217,7 +222,7 @@ def create_app(
         GuardedRoute("POST", "/load_lora_adapter", of_sglang.load, Right.ADMIN),
         GuardedRoute("POST", "/unload_lora_adapter", of_sglang.unload, Right.ADMIN),
         *(
-            GuardedRoute(method, path, absent, Right.KEY, reads_json=False)
+            GuardedRoute(method, path, absent, Right.KEY, reads_json=False, is_served=False)
             for path, (methods, _) in ABSENT.items()
             for method in methods
         ),

@@ -364,7 +364,8 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # it is registered only for these
     path = clipped(request.url.path)
     if error.status_code == 404:
-        near = near_route(request.url.path, {one.path for one in request.app.routes if isinstance(one, Route)})
+        served = (one for one in request.app.routes if isinstance(one, Route) and getattr(one, "is_served", True))
+        near = near_route(request.url.path, {one.path for one in served})
         hint = "GET /openapi.json lists them" if near is None else f"did you mean {near}?"
         message = f"there is no route {clipped(request.method)} {path}; {hint}"
     elif error.status_code == 405:

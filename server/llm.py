@@ -20,6 +20,7 @@ from ..memory.adapters.store import UnknownAdapter
 from ..memory.adapters.versions import versioned
 from ..memory.pages.block import Medium
 from .api.adapters.adapter_api import AddAdapter, checked_name, pin_adapter
+from .api.engine_control import mediums_of
 from .api.generation_builder import GenerationBuilder
 from .api.near import nearest
 from .api.pooling.pooling_builder import PoolingBuilder
@@ -426,14 +427,15 @@ class LLM:
         return versioned(plain, state.label)
 
     def reset_prefix_cache(
-        self, *, reset_running_requests: bool = False, tiers: Collection[str] = tuple(Medium)
+        self, *, reset_running_requests: bool = False, tiers: str | Collection[str] = tuple(Medium)
     ) -> bool:
-        """Forget cached prefixes; True, as it always succeeds. tiers: some of `pool`, `host` and `disk`.
+        """Forget cached prefixes; True, as it always succeeds. tiers: some of `pool`, `host` and `disk`, in a list, or
+        with commas between them. Raises InvalidRequest for others.
 
         reset_running_requests: running requests compute their KV again, too; else they go on with it, and no other
         request will use it if the tiers include `pool` and `host`.
         """
-        mediums = [Medium(each) for each in tiers]
+        mediums = mediums_of(tiers.split(",") if isinstance(tiers, str) else tiers)
         self._worker.reset_prefix_cache(reset_running_requests=reset_running_requests, tiers=mediums).result()
         return True
 

@@ -63,6 +63,14 @@ class RowCache:
         self._entries.move_to_end(key)
         self._budget.offer(self, key, num_bytes, rows.seconds, uses)
 
+    def clear(self) -> int:
+        """Drop all rows; return of how many images. Requests that hold rows keep them."""
+        dropped = list(self._entries)
+        for key in dropped:
+            self._budget.withdraw(key)
+            self.drop(key)
+        return len(dropped)
+
     def _make_room(self, key: RowsKey, num_bytes: int, seconds: float) -> bool:
         if num_bytes > self._most_bytes:
             return False

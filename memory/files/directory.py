@@ -86,8 +86,12 @@ class AdapterDirectory:
         except OSError as error:
             if error.errno == errno.ENOENT and not self.has(name):
                 raise AdapterFormatError(f"{file}: not found; {kind} is needed") from None
+            if error.errno == errno.ELOOP and self._no_links:
+                raise _linked(file) from None
             raise unreadable(file, error) from error
         try:
+            if stat.S_ISLNK(os.fstat(fd).st_mode):  # only O_PATH opens one, with O_NOFOLLOW
+                raise _linked(file)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise AdapterFormatError(f"{file}: not a regular file; {kind} is needed")
             self._check_place(fd, file)
@@ -197,6 +201,10 @@ def _real_path(fd: int, path: Path) -> str:
 
 def _is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _linked(file: Path) -> AdapterFormatError:
+    return AdapterFormatError(f"{file}: is a link, and in {SHARED_MEMORY} files must not be links; copy it there")
 
 
 def _close(fd: int) -> None:

@@ -17,6 +17,12 @@ _WEIGHTS = (
     "the base model's weights can't be replaced while the server runs; train adapters, and load each version with "
     "POST /v1/load_lora_adapter"
 )
+_SLEEP = "POST /sleep frees the memory of the KV cache and of adapters' pages, and POST /wake_up ends the sleep"
+_METHODS = "no methods of workers can be called over HTTP; GET /openapi.json lists what the server does"
+_VERSIONS = (
+    "versions are those of adapters: POST /v1/load_lora_adapter names one as NAME@LABEL, and GET /v1/adapters lists "
+    "them, each with its content_hash"
+)
 _TENSORS = (
     "an adapter comes as its files, in one request: POST /v1/load_lora_adapter takes them in a form, names their "
     "directory, which may be in /dev/shm, or takes a memory file over the Unix socket of --unix-socket"
@@ -37,16 +43,20 @@ _OF_WEIGHTS = (
     "/update_weights_from_distributed",
     "/update_weights_from_tensor",
     "/init_weights_update_group",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
+    "/update_weights_from_ipc",
     "/init_communicator",
+    "/close_communicator",
     "/update_named_param",
+    "/batch_update_named_params",
     "/update_weights",
     "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
     "/start_weight_update",
+    "/start_draft_weight_update",
     "/finish_weight_update",
-    "/collective_rpc",
 )
+
+_OF_SLEEP = ("/release_memory_occupation", "/resume_memory_occupation", "/release_kv_cache_memory")
 
 _OF_TENSORS = (
     "/register_lora_adapter",
@@ -60,7 +70,11 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     **{f"/v1/images/{noun}": (("POST",), _IMAGES) for noun in ("edits", "generations", "variations")},
     **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/messages/batches"), (("GET", "POST"), _FILES)),
     "/lora-adapters": (("POST",), _SCALES),
-    "/abort_request": (("POST",), _ABORTS),
+    **dict.fromkeys(("/abort_request", "/abort_requests"), (("POST",), _ABORTS)),
+    **dict.fromkeys(_OF_SLEEP, (("POST",), _SLEEP)),
+    "/collective_rpc": (("POST",), _METHODS),
+    **dict.fromkeys(("/update_weight_version", "/weight_checker"), (("POST",), _VERSIONS)),
+    "/weight_info": (("GET",), _VERSIONS),
     **dict.fromkeys(_OF_WEIGHTS, (("POST",), _WEIGHTS)),
     **dict.fromkeys(_OF_TENSORS, (("POST",), _TENSORS)),
     "/v1/responses/{id}": (("GET", "DELETE"), _STORED),

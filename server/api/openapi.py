@@ -13,7 +13,15 @@ from starlette.routing import Route
 
 from ..version import VERSION
 from .absent import absent
-from .adapters.adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
+from .adapters.adapter_api import (
+    AddAdapter,
+    ChangeAdapter,
+    DrainAdapter,
+    LoadLoraAdapter,
+    RemoveAdapter,
+    UnloadLoraAdapter,
+)
+from .engine_control import FIELDS
 from .generation_api import ROUTES
 from .json_text import dumps
 from .logprobs import Body
@@ -43,10 +51,7 @@ BODIES: dict[tuple[str, str], tuple[type[BaseModel], ...]] = {
 but are not in the document.
 """
 
-QUERIES: dict[tuple[str, str], Body] = {
-    ("POST", "/pause"): {"mode": {"enum": ["keep"]}},
-    ("DELETE", "/v1/adapters/{name}"): {"force": {"type": "boolean"}},
-}
+QUERIES: dict[tuple[str, str], type[BaseModel]] = {**FIELDS, ("DELETE", "/v1/adapters/{name}"): RemoveAdapter}
 """Query parameters by method and path."""
 
 
@@ -96,9 +101,9 @@ def _operation(method: str, path: str, route: Route) -> Body:
         "responses": {"2XX": {"description": "the answer"}, "4XX": failed, "5XX": failed},
     }
     parameters = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in route.param_convertors]
-    parameters += [
-        {"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get((method, path), {}).items()
-    ]
+    if (query := QUERIES.get((method, path))) is not None:
+        schemas = query.model_json_schema()["properties"]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
     if parameters:
         operation["parameters"] = parameters
     if (body := BODIES.get((method, path))) is not None:

@@ -290,6 +290,9 @@ class ClusterWorker:
     ) -> Future[int]:
         return self._control(partial(self.control.reset, reset_running_requests, tiers))
 
+    def reset_image_rows(self) -> Future[int]:
+        return self._control(self.control.reset_image_rows)
+
     def _alone(self, field: str) -> Future[int] | None:
         """A failure if other API servers serve the same clients: they would not know that the engines stand still."""
         if self.shared is None:

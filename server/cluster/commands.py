@@ -12,7 +12,7 @@ from ...core.sleep import CannotSleep
 from ...memory.pages.block import Medium
 from ..errors import EngineUnavailable
 
-FREEZE, SLEEP, WAKE, RESET = "freeze", "sleep", "wake", "reset"
+FREEZE, SLEEP, WAKE, RESET, RESET_ROWS = "freeze", "sleep", "wake", "reset", "reset-rows"
 
 BUSY = "busy"
 """Failure of a sleep that may be tried again; other failures name a wrong field, or are empty."""

@@ -1,4 +1,4 @@
-"""Commands to the engines of all replicas: pause, sleep, and resets of the prefix cache.
+"""Commands to the engines of all replicas: pause, sleep, and resets of the prefix cache and of images' rows.
 
 Tests: tests/server/cluster/test_control.py
 """
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...memory.pages.block import Medium
-from .commands import BUSY, FREEZE, SLEEP, WAKE, error_of, reset_of
+from .commands import BUSY, FREEZE, RESET_ROWS, SLEEP, WAKE, error_of, reset_of
 from .link import Link
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,10 @@ class Control:
     def reset(self, resets_running: bool, tiers: Collection[Medium]) -> Future[int]:
         """The sum of the replicas' forgotten blocks."""
         return self._send(reset_of(tiers), resets_running)
+
+    def reset_image_rows(self) -> Future[int]:
+        """The sum of the images whose rows the replicas have forgotten."""
+        return self._send(RESET_ROWS)
 
     def _send(self, kind: str, argument: bool = True) -> Future[int]:
         number = next(self._numbers)

@@ -31,7 +31,7 @@ from ..engine.engine_adapters import MOST_OVERFLOWS
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
 from ..rare_log import RareLog
-from .commands import FREEZE, SLEEP, WAKE, failure_of, tiers_of
+from .commands import FREEZE, RESET_ROWS, SLEEP, WAKE, failure_of, tiers_of
 from .report import Hello, LearnedCosts, Report
 from .rows import to_row
 from .stream import FrameStream, accept
@@ -189,6 +189,8 @@ class Replica:
             return worker.freeze(frozen=argument)
         if kind in (SLEEP, WAKE):
             return worker.sleep() if kind == SLEEP else worker.wake()
+        if kind == RESET_ROWS:
+            return worker.reset_image_rows()
         return worker.reset_prefix_cache(reset_running_requests=argument, tiers=tiers_of(kind))
 
     def compile(self, grammar: Mapping[str, Any]) -> Future[None]:

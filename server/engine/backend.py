@@ -123,6 +123,10 @@ class Backend(Protocol):
         """See `Engine.reset_prefix_cache`. The future fails with InvalidRequest if the backend does not support it."""
         ...
 
+    def reset_image_rows(self) -> Future[int]:
+        """See `Engine.reset_image_rows`."""
+        ...
+
     def view(self) -> Future[EngineView]:
         """A snapshot for metrics."""
         ...

@@ -204,6 +204,9 @@ class EngineWorker:
             lambda engine: engine.reset_prefix_cache(reset_running_requests=reset_running_requests, tiers=tiers)
         )
 
+    def reset_image_rows(self) -> Future[int]:
+        return self.call(lambda engine: engine.reset_image_rows())
+
     def view(self) -> Future[EngineView]:
         return self.call(EngineView.of)
 

@@ -38,7 +38,8 @@ VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class GuardedRoute(Route):
     """A route for one method, and the right that it requires.
 
-    reads_json: bodies must be declared as JSON. takes_forms: bodies may be forms, too.
+    reads_json: bodies must be declared as JSON. takes_forms: bodies may be forms, too. is_served: False if it only says
+    why it is not served.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class GuardedRoute(Route):
         *,
         reads_json: bool = True,
         takes_forms: bool = False,
+        is_served: bool = True,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
+        self.is_served = is_served
         self.right = right
         self.reads_json = reads_json
         self.takes_forms = takes_forms

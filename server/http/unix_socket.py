@@ -62,10 +62,16 @@ class Descriptors:
         self._count += 1
 
     def take(self, number: int) -> FileIO:
-        """A descriptor by its number of arrival, from 0 on, as a file that the caller closes. Its sender shares its
-        position, so read it by `os.pread`. Raises KeyError.
+        """A sealed memory file by its number of arrival, from 0 on, which the caller closes. Its sender shares its
+        position, so read it by `os.pread`. Raises KeyError, and Unsealed for another descriptor, which is closed.
         """
-        return FileIO(self._free.pop(number))
+        fd = self._free.pop(number)
+        try:
+            check_sealed(fd)
+            return FileIO(fd)
+        except BaseException:
+            os.close(fd)  # it is in the table no more
+            raise
 
     def close(self) -> None:
         while self._free:
@@ -73,7 +79,7 @@ class Descriptors:
 
 
 def check_sealed(fd: int) -> None:
-    """Raises Unsealed unless a descriptor is a memory file of this user that nobody can change any more."""
+    """Raises Unsealed unless a descriptor is a readable memory file of this user that nobody can change any more."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise Unsealed("it must be a memory file (memfd_create) of the server's own user")
@@ -83,6 +89,8 @@ def check_sealed(fd: int) -> None:
         raise Unsealed("it must be a memory file (memfd_create)") from None
     if missing := [name for name, bit in _SEALS.items() if not seals & bit]:
         raise Unsealed(f"it can still change: seal it with {' | '.join(missing)}")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        raise Unsealed("it must be opened for reading")
 
 
 @contextmanager

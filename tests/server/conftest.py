@@ -184,6 +184,9 @@ class FakeEngine:
     def reset_prefix_cache(self, *, reset_running_requests: bool = False, tiers: Collection[Medium] = ()) -> int:
         return 0
 
+    def reset_image_rows(self) -> int:
+        return 0
+
     def add_request(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
         if request.adapter_name is not None:

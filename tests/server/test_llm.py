@@ -38,6 +38,12 @@ def test_the_prefix_cache_is_reset(llm):
     assert worker.stats.num_cached_pages == 0
     assert llm.generate(prompt, GREEDY).text == before.text
     assert llm.reset_prefix_cache(reset_running_requests=True) is True
+    llm.generate(prompt, GREEDY)
+    assert llm.reset_prefix_cache(tiers=["host"]) and worker.stats.num_cached_pages > 0
+    assert llm.reset_prefix_cache(tiers="pool,host") and worker.stats.num_cached_pages == 0
+    for wrong, named in (("gpu", "gpu"), (["pool", "gpu"], "gpu"), ("", "")):
+        with pytest.raises(InvalidRequest, match=f"tiers names '{named}'; give some of pool, host, disk"):
+            llm.reset_prefix_cache(tiers=wrong)
 
 
 def test_one_text_gives_one_completion(llm):

@@ -36,7 +36,8 @@ from ...engine.sourced_adapters import SourcedAdapters
 from ...errors import DISK_FAULTS, ApiError, JsonResponse, T, clipped, read_body, validated
 from ...executors import DaemonPool
 from ...settings import AdapterName, Settings
-from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
+from ..control_fields import read_fields, refuse_query
+from .adapter_bytes import CONFIG, WEIGHTS, read_adapter, told_of_files
 from .adapter_header import ADAPTER, adapter_header
 from .numbered_adapters import numbered
 from .upload import AdapterUpload
@@ -113,6 +114,10 @@ class NamedAdapter(AdapterBody):
     path: AdapterPath | None = None
     keep_versions: Annotated[int, Field(ge=1, le=MOST_VERSIONS)] | None = None
     """Number of versions to keep of the name, including the newest."""
+    takes_files: ClassVar[bool] = True
+    """The request may contain the files."""
+    to_replace: ClassVar[str] = ""
+    """What to do about an adapter of the same name, for the error of a load that may not replace it."""
     as_base: bool | None = None
     """Whether the adapter serves requests for the base model's name until it is removed; None: as before."""
 
@@ -130,6 +135,7 @@ class LoadLoraAdapter(NamedAdapter):
     """POST /v1/load_lora_adapter. Which form an adapter on experts has (`is_3d_lora_weight`) its tensors tell."""
 
     keeps_labels: ClassVar[bool] = True
+    to_replace: ClassVar[str] = " To replace it, set 'load_inplace' to true."
 
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
@@ -137,6 +143,12 @@ class LoadLoraAdapter(NamedAdapter):
     """Replace an adapter of the same name; None: only if the request contains the files."""
     base_model_name: Annotated[str | None, Field(max_length=MAX_PATH_BYTES), AfterValidator(_none_if_empty)] = None
     is_3d_lora_weight: bool | None = None
+
+
+class LoadForSkyrl(LoadLoraAdapter):
+    """POST /skyrl/v1/load_lora_adapter, which replaces an adapter of the same name unless `load_inplace` is false."""
+
+    takes_files: ClassVar[bool] = False
 
 
 class UnloadLoraAdapter(AdapterBody):
@@ -163,6 +175,12 @@ class ChangeAdapter(AdapterBody):
 
     pinned: StrictBool | None = None
     paused: StrictBool | None = None
+
+
+class RemoveAdapter(BaseModel):
+    """DELETE /v1/adapters/NAME."""
+
+    force: bool = False
 
 
 class DrainAdapter(AdapterBody):
@@ -274,7 +292,7 @@ class AdapterApi:
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         asked = name if request.state.identity.grant.allows(name) else NOWHERE
-        with _known(name):
+        with known_name(name):
             seen = await asyncio.wrap_future(self.names.state(asked))
         return JsonResponse(_body(seen, request))
 
@@ -288,10 +306,9 @@ class AdapterApi:
 
     async def remove(self, request: Request) -> Response:
         """Remove an adapter, once the last request that uses it has ended, or with `?force=true` at once."""
-        name, force = request.path_params["name"], request.query_params.get("force", "false")
-        if force not in ("true", "false"):
-            raise ApiError(400, f"force is {clipped(force)!r}; it must be true or false", param="force")
-        ended = await self.unload(request, name, None, force=force == "true")
+        name = request.path_params["name"]
+        asked = await read_fields(RemoveAdapter, request)
+        ended = await self.unload(request, name, None, force=asked.force)
         return JsonResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
@@ -300,7 +317,7 @@ class AdapterApi:
         if asked.pinned is None and asked.paused is None:
             raise ApiError(400, "give pinned or paused, or both", param="pinned")
         name = request.path_params["name"]
-        with _known(name):
+        with known_name(name):
             if asked.paused is not None:
                 if await asyncio.wrap_future(self.names.is_version(name)):
                     plain = split_version(name)[0]
@@ -320,7 +337,7 @@ class AdapterApi:
     async def drain(self, request: Request) -> Response:
         """Answer once no request of any version of an adapter is in progress."""
         asked, name = await self.read(DrainAdapter, request), request.path_params["name"]
-        with _known(name):
+        with known_name(name):
             await asyncio.wrap_future(self.names.state(name))
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.seconds
@@ -336,10 +353,7 @@ class AdapterApi:
     async def load_lora_adapter(self, request: Request) -> Response:
         async with read_adapter(request, self._loads, self._settings) as (fields, upload):
             asked = validated(LoadLoraAdapter, fields)
-            base = self._settings.base_name
-            if asked.base_model_name not in (None, base, str(self._settings.model)):
-                message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
-                raise ApiError(400, message, param="base_model_name")
+            self._check_base(asked.base_model_name)
             replace = upload is not None if asked.load_inplace is None else asked.load_inplace
             seen, _ = await self.load(request, asked, upload, replace=replace)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
@@ -347,9 +361,17 @@ class AdapterApi:
 
     async def load_for_skyrl(self, request: Request) -> Response:
         """SkyRL's name of it, which replaces an adapter of the same name."""
-        asked = await self.read(LoadLoraAdapter, request)
-        await self.load(request, asked, None, replace=True)
+        asked = await self.read(LoadForSkyrl, request)
+        self._check_base(asked.base_model_name)
+        await self.load(request, asked, None, replace=asked.load_inplace is not False)
         return JsonResponse({"status": "ok", "lora_name": asked.name})
+
+    def _check_base(self, name: str | None) -> None:
+        """Raise an ApiError if a load names another base model."""
+        base = self._settings.base_name
+        if name not in (None, base, str(self._settings.model)):
+            message = f"base_model_name is {name!r}, this server's base model is {base!r}"
+            raise ApiError(400, message, param="base_model_name")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self.read(UnloadLoraAdapter, request)
@@ -378,6 +400,7 @@ class AdapterApi:
             raise ApiError(504, message, code="load_timed_out") from None
 
     async def read(self, kind: type[T], request: Request) -> T:
+        refuse_query(request)
         async with read_body(request, self._settings.max_body_bytes) as body:
             return validated(kind, body)
 
@@ -390,9 +413,9 @@ class AdapterApi:
         name_field, path_field = (type(asked).model_fields[name].alias or name for name in ("name", "path"))
         path = asked.path
         if (path is None) == (upload is None):
-            raise ApiError(
-                400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both", param=path_field
-            )
+            files = f"or the files {CONFIG} and {WEIGHTS}, and not both"
+            what = files if asked.takes_files else "the adapter's directory"
+            raise ApiError(400, f"give {path_field}, {what}", param=path_field)
         name, label = checked_name(self._settings, asked.name, name_field)
         replace = replace or bool(label and asked.keeps_labels)  # it replaces no version: a label means one content
         if upload is None:
@@ -403,7 +426,7 @@ class AdapterApi:
         if asked.as_base:
             await self._loads.beside(self._loads.check_alone, "as_base")
         keep = self._keep(asked, label)
-        with _load_errors(name_field, path_field):
+        with _load_errors(asked, name_field, path_field, uploaded=upload is not None):
             load = self._loads.load(
                 name, source, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
@@ -427,7 +450,7 @@ class AdapterApi:
         """Remove an adapter; return how many requests were cancelled for it."""
         if self._loads.loaded is None:
             self._roots.require()
-        with _known(name, field):
+        with known_name(name, field):
             removed = await self._loads.remove(name, force=force)
         self._sourced.forget(name)
         version = f"version {removed.label}, content {removed.content_hash}"
@@ -508,26 +531,27 @@ def shown_path(path: Path, request: Request) -> str:
 
 
 @contextmanager
-def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
+def _load_errors(asked: NamedAdapter, name_field: str, path_field: str, *, uploaded: bool) -> Iterator[None]:
     """Convert the error of a failed load into an ApiError that names the field to fix."""
     try:
         yield
     except AdapterFormatError as error:
+        text, field = told_of_files(str(error)) if uploaded else (str(error), path_field)
         if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
-            message = f"{error}; try again later"
-            raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
-        raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
+            message = f"{text}; try again later"
+            raise ApiError(503, message, param=field, code=error.failure, retry_after=1) from None
+        raise ApiError(400, text, param=field, code="invalid_adapter") from None
     except LabelTaken as error:
         raise ApiError(400, f"{name_field}: {error}", param=name_field, code="adapter_already_loaded") from None
     except FileExistsError as error:
-        message = f"The lora adapter '{error}' has already been loaded. To replace it, set 'load_inplace' to true."
+        message = f"The lora adapter '{error}' has already been loaded.{asked.to_replace}"
         raise ApiError(400, message, param=name_field, code="adapter_already_loaded") from None
     except RegistryFull as error:
         raise ApiError(503, str(error), param=name_field, code="registry_full") from None
 
 
 @contextmanager
-def _known(name: str, field: str | None = None) -> Iterator[None]:
+def known_name(name: str, field: str | None = None) -> Iterator[None]:
     """Turn UnknownAdapter into a 404 response."""
     try:
         yield

@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
@@ -27,7 +28,8 @@ from ...errors import ApiError, validated
 from ...executors import PoolFull
 from ...http.form import boundary_of, pieces
 from ...http.json_strings import Base64, LongStrings, TooManyMarks
-from ...http.unix_socket import SCOPE, Descriptors, Unsealed, check_sealed
+from ...http.unix_socket import SCOPE, Descriptors, Unsealed
+from ..control_fields import refuse_query
 from .upload import AdapterUpload
 
 if TYPE_CHECKING:
@@ -61,6 +63,22 @@ class GivenDescriptor(BaseModel):
     descriptor: int = Field(ge=0)
 
 
+class _GivenWeights(BaseModel):
+    """The field of a body that has it, so that errors name the whole path."""
+
+    adapter_model: GivenDescriptor
+
+
+def told_of_files(text: str) -> tuple[str, str]:
+    """The error of a load of uploaded files in the client's words, and the field at fault. text: begins with a file's
+    path, which is the server's own.
+    """
+    path, _, problem = text.partition(": ")
+    file = PurePath(path).name
+    field = next((field for field, name in (FILES | _ENCODED).items() if name == file), None)
+    return (text, WEIGHTS) if field is None else (f"{file}: {problem}", field)
+
+
 @asynccontextmanager
 async def read_adapter(
     request: Request, loads: AdapterLoader, settings: Settings
@@ -69,8 +87,9 @@ async def read_adapter(
     block.
 
     Raises an ApiError if the body is neither JSON nor a form, is too large, or brings files to a server without
-    uploads.
+    uploads, and for a query.
     """
+    refuse_query(request)
     boundary = boundary_of(request.headers.get("content-type", ""))
     upload, room, failed = AdapterUpload(loads), _HeldBytes(request), True
     try:
@@ -164,7 +183,8 @@ async def _read_json(
     given = fields.pop(WEIGHTS) if isinstance(fields.get(WEIGHTS), dict) else None
     _drop_encoded(fields)
     if given is not None:
-        await _write_descriptor(upload, request.scope.get(SCOPE), validated(GivenDescriptor, given).descriptor)
+        number = validated(_GivenWeights, {WEIGHTS: given}).adapter_model.descriptor
+        await _write_descriptor(upload, request.scope.get(SCOPE), number)
     await _write_config(upload, config)
     _require(upload)
     return fields
@@ -194,6 +214,9 @@ async def _write_config(upload: AdapterUpload, config: Any) -> None:
     await upload.begin()
     if isinstance(config, dict):
         config = json.dumps(config)
+    if config is not None and not isinstance(config, str):
+        message = f"{CONFIG} must be an object, or its text, not {type(config).__name__}"
+        raise ApiError(400, message, param=CONFIG)
     if isinstance(config, str):
         await upload.write(CONFIG_FILE, config.encode("utf-8", "replace"))
 
@@ -211,13 +234,11 @@ async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | No
             "bytes of a new connection"
         )
         raise ApiError(400, message, param=WEIGHTS, code="no_descriptor") from None
+    except Unsealed as error:
+        raise ApiError(400, f"{WEIGHTS}: {error}", param=WEIGHTS, code="invalid_descriptor") from None
     with file:
         if upload.has_begun and WEIGHTS_FILE in upload.names:
             raise ApiError(400, f"{WEIGHTS}: it is given twice; give it once", param=WEIGHTS)
-        try:
-            check_sealed(file.fileno())
-        except Unsealed as error:
-            raise ApiError(400, f"{WEIGHTS}: {error}", param=WEIGHTS, code="invalid_descriptor") from None
         await upload.begin(os.fstat(file.fileno()).st_size)
         await upload.copy_beside(WEIGHTS_FILE, file)
 

@@ -52,6 +52,17 @@ def test_the_least_recently_used_rows_leave_for_others() -> None:
     assert kept.find(key("large")) is None and kept.num_bytes == 64
 
 
+def test_a_cleared_cache_holds_nothing_and_takes_new_rows() -> None:
+    budget = HostBudget(1 << 20)
+    kept = RowCache(64, budget)
+    for name in "ab":
+        kept.note_use(key(name), rows())
+    assert kept.clear() == 2 and kept.num_bytes == budget.num_bytes == 0
+    assert kept.find(key("a")) is None and kept.clear() == 0
+    kept.note_use(key("a"), again := rows())
+    assert kept.find(key("a")) is again and budget.num_bytes == 32
+
+
 def test_rows_compete_with_other_items_by_seconds_for_a_byte() -> None:
     budget = HostBudget(128)
     cheap = Others(budget, 4, 32, cost=0.001)

@@ -241,6 +241,17 @@ def test_the_second_use_of_an_image_costs_no_encoding(asked: Asked, engine: Engi
     assert 0 < engine.stats().image_rows_bytes <= engine.store.images.budget.num_bytes
 
 
+def test_reset_rows_are_encoded_again(asked: Asked, engine: Engine) -> None:
+    image = picture(3, (40, 60))
+    for number in range(2):
+        request = asked.request(f"{number}", None, [image], text=f"question {number}")
+        engine.add_request(request)
+        assert answers(engine)[request.id] == asked.wanted[request.id]
+        assert engine.stats().image_rows_bytes > 0 and engine.reset_image_rows() == 1
+        assert engine.stats().image_rows_bytes == 0
+    assert engine.encoder is not None and engine.encoder.num_encoded == 2
+
+
 def test_equal_prompts_with_other_images_share_no_blocks(asked: Asked, engine: Engine) -> None:
     first, second = picture(5, (40, 60)), picture(6, (40, 60))
     cached = {}

@@ -151,12 +151,18 @@ def test_an_adapter_in_shared_memory_is_read(adapter_draft, shared):
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_in_shared_memory_no_link_is_followed(adapter_draft, shared, name):
+def test_in_shared_memory_files_are_no_links(adapter_draft, shared, name):
     path = adapter_draft().write(shared / "a")
     os.rename(path / name, shared / name)
     os.symlink(shared / name, path / name)
-    with pytest.raises(AdapterFormatError, match="not a regular file"):
+    with pytest.raises(AdapterFormatError, match=r"is a link, and in .* files must not be links"):
         inspect_adapter(path, TINY_PATHS, [shared])
+    os.symlink(path, shared / "link")
+    with pytest.raises(AdapterFormatError, match="is a link"):
+        inspect_adapter(shared / "link", TINY_PATHS, [shared])
+    os.remove(path / name)
+    os.rename(shared / name, path / name)
+    assert inspect_adapter(shared / "link", TINY_PATHS, [shared]).parts, "a link to a directory is followed"
 
 
 @pytest.mark.parametrize("name", [".", CONFIG, WEIGHTS])

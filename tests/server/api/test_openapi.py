@@ -52,7 +52,9 @@ def test_queries_are_those_of_their_method(described):
             each["name"] for each in described["paths"][path][method].get("parameters", ()) if each["in"] == "query"
         ]
 
-    assert queries("/pause", "post") == ["mode"] and queries("/v1/adapters/{name}", "delete") == ["force"]
+    assert queries("/pause", "post") == ["mode", "clear_cache", "wait_for_inflight_requests"]
+    assert queries("/wake_up", "post") == ["tags"] and not queries("/resume", "post")
+    assert queries("/v1/adapters/{name}", "delete") == ["force"]
     assert not queries("/v1/adapters/{name}", "get") and not queries("/v1/models", "get")
 
 

@@ -15,7 +15,7 @@ import pytest
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.sleep import CannotSleep
 from chorus.memory.pages.block import Medium
-from chorus.server.cluster.commands import BUSY, FREEZE, SLEEP, WAKE, reset_of, tiers_of
+from chorus.server.cluster.commands import BUSY, FREEZE, RESET_ROWS, SLEEP, WAKE, reset_of, tiers_of
 from chorus.server.cluster.control import Control
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
 
@@ -61,6 +61,14 @@ def test_a_command_is_done_once_every_replica_has_carried_it_out(fleet):
     for wrong in (SLEEP, reset_of([]), "reset:gpu"):
         with pytest.raises(ValueError):
             tiers_of(wrong)
+
+
+def test_rows_of_images_are_reset_at_all_replicas(fleet):
+    one, two = fleet.links
+    done = fleet.control.reset_image_rows()
+    reply(fleet, one, 1)
+    reply(fleet, two, 2)
+    assert done.result(0) == 3 and one.commands == two.commands == [(RESET_ROWS, True)]
 
 
 def test_a_replica_that_is_gone_has_nothing_to_carry_out(fleet):
@@ -197,6 +205,7 @@ def test_the_prefix_caches_of_all_replicas_are_reset(up):
     assert up.client.post("/reset_prefix_cache").json() == {"success": True}
     assert cached() == 0
     at_once(12, cached)
+    assert up.client.post("/reset_encoder_cache").status_code == 200
     assert up.client.post("/reset_prefix_cache?reset_running_requests=true").status_code == 200
     assert cached() == 0 and answers(up, "hello") == "olleh"
 

@@ -208,6 +208,49 @@ def test_descriptors_that_are_not_taken_change_nothing(live, reference, place, t
     live.wait_until(lambda: not memory_files())
 
 
+def test_a_wrong_number_of_a_descriptor_is_named_by_its_whole_path(live, reference, place):
+    for given, field in (({"descriptor": -1}, "adapter_model.descriptor"), ({"fd": 0}, "adapter_model.descriptor")):
+        status, text = asked(place, body_of(reference.adapters["r2-qv"], adapter_model=given))
+        error = json.loads(text)["error"]
+        assert status == 400 and error["param"] == field and error["message"].startswith(field), text
+
+
+def descriptors_to(path):
+    """Number of this process's open descriptors of a path."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return links.count(str(path))
+
+
+def test_descriptors_of_what_is_no_memory_file_are_told_so_and_closed(live, reference, place, tmp_path):
+    path = reference.adapters["r2-qv"]
+    os.mkfifo(tmp_path / "fifo")
+    for opened, flags in (
+        (path, os.O_RDONLY),
+        (path / WEIGHTS_FILE, os.O_PATH),
+        (tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK),
+    ):
+        for _ in range(3):
+            fd = os.open(opened, flags)
+            status, text = asked(place, body_of(path), [fd])
+            os.close(fd)
+            assert status == 400 and json.loads(text)["error"]["code"] == "invalid_descriptor", text
+        live.wait_until(lambda opened=opened: not descriptors_to(opened))
+
+
+def test_a_memory_file_that_was_opened_for_writing_is_told_so(live, reference, place):
+    path = reference.adapters["r2-qv"]
+    fd = memory_file((path / WEIGHTS_FILE).read_bytes())
+    only_written = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+    status, text = asked(place, body_of(path), [only_written])
+    os.close(fd)
+    os.close(only_written)
+    assert status == 400 and "opened for reading" in json.loads(text)["error"]["message"], text
+    live.wait_until(lambda: not memory_files())
+
+
 def test_a_descriptor_s_position_is_its_sender_s_own(live, reference, place):
     path = reference.adapters["r2-qv"]
     fd = memory_file((path / WEIGHTS_FILE).read_bytes())

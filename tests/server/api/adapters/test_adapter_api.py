@@ -395,3 +395,21 @@ def test_without_roots_nothing_changes(start, fake_engine):
         assert error_of(response, 403)[1] == "adapter_loading_disabled"
         assert "adapter_roots" in response.json()["error"]["message"]
     assert [one["name"] for one in live.client.get("/v1/adapters").json()["data"]] == ["alice", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/adapters"),
+        ("PATCH", "/v1/adapters/alice"),
+        ("POST", "/v1/adapters/alice/drain"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+        ("POST", "/skyrl/v1/load_lora_adapter"),
+    ],
+)
+def test_fields_in_the_query_of_a_route_that_reads_a_body_are_refused(shared, method, path):
+    answer = shared.client.request(method, f"{path}?force=true", json={"lora_name": "alice"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "force" and "give the fields in the body" in error["message"]
+    assert shared.client.get("/v1/adapters/alice").status_code == 200

@@ -93,6 +93,26 @@ def test_versions_come_as_bytes_and_the_oldest_go(serve, reference, tmp_path):
     assert directories(tmp_path) == []
 
 
+def test_the_error_of_an_upload_names_the_client_s_own_field(serve, reference, tmp_path):
+    """The server's own directory for it is nobody's business."""
+    live = serve()
+    config, weights = ((reference.adapters["r2-qv"] / file).read_bytes() for file in FILES)
+    small = config.replace(b'"r": 2', b'"r": "two"')
+    assert small != config
+    for files, field in (((config, weights[:-8]), "adapter_model"), ((small, weights), "adapter_config")):
+        for number, data in enumerate(files):
+            (tmp_path / FILES[number]).write_bytes(data)
+        error = push(live, tmp_path).json()["error"]
+        assert error["param"] == field and error["code"] == "invalid_adapter"
+        assert error["message"].startswith(f"{field}.") and "draft" not in error["message"], error
+    for given, kind in (([1], "list"), (7, "int"), (True, "bool")):
+        body = {"lora_name": NAME, "adapter_config": given, "adapter_model": base64.b64encode(weights).decode()}
+        error = live.post("/v1/load_lora_adapter", **body).json()["error"]
+        assert error["param"] == "adapter_config" and f"must be an object, or its text, not {kind}" in error["message"]
+    body = {"lora_name": NAME, "adapter_model": base64.b64encode(weights).decode()}
+    assert "it is missing" in live.post("/v1/load_lora_adapter", **body).json()["error"]["message"]
+
+
 @pytest.mark.wide
 def test_bytes_that_are_not_taken_change_nothing(serve, reference, tmp_path):
     live = serve(max_adapter_bytes=200_000)

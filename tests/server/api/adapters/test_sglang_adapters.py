@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 
@@ -58,6 +59,87 @@ def test_a_name_gets_the_files_at_another_path_as_prime_rl_s_client_sends_each_s
 def test_a_wrong_field_is_told(live):
     answer = live.post("/load_lora_adapter", lora_name="a", path="r2-qv")
     assert answer.status_code == 400 and "did you mean lora_path?" in answer.json()["error_message"]
+
+
+@pytest.mark.parametrize("route", ["/load_lora_adapter", "/unload_lora_adapter"])
+def test_a_number_of_an_adapter_is_refused_and_none_is_taken(live, route):
+    live.post("/load_lora_adapter", lora_name="a", lora_path="r2-qv")
+    body = {"lora_name": "a"} | ({} if "unload" in route else {"lora_path": "r8-attention"})
+    refused = live.post(route, **body, lora_id="7")
+    assert refused.status_code == 400 and "there is no field 'lora_id'" in refused.json()["error_message"]
+    assert tokens(live, "a")
+    assert live.post(route, **body, lora_id=None).json()["success"]
+
+
+def test_a_load_that_is_not_pinned_unpins(live):
+    """Where a load says nothing, the name stays as it is."""
+
+    def pinned_after(**more):
+        assert live.post("/load_lora_adapter", lora_name="a", **more).json()["success"]
+        return live.client.get("/v1/adapters/a").json()["pinned"]
+
+    assert pinned_after(lora_path="r2-qv", pinned=True)
+    assert pinned_after(lora_path="r8-attention")
+    assert not pinned_after(lora_path="r2-qv", pinned=False)
+
+
+def test_advice_is_of_fields_that_the_route_has(live):
+    load = partial(live.post, "/load_lora_adapter", lora_name="a")
+    assert load(lora_path="r2-qv").status_code == 200
+    again = load(lora_path="r2-qv").json()["error_message"]
+    assert "load_inplace" not in again and "already been loaded" in again and "POST /unload_lora_adapter" in again
+    for route in ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
+        missing = live.post(route, lora_name="b")
+        assert missing.status_code == 400 and "give lora_path, the adapter's directory" in missing.text, missing.text
+        assert "adapter_config" not in missing.text
+    assert "adapter_config" in live.post("/v1/load_lora_adapter", lora_name="b").text
+    of_vllm = live.post("/v1/load_lora_adapter", lora_name="a", lora_path="r2-qv").json()["error"]["message"]
+    assert of_vllm == "The lora adapter 'a' has already been loaded. To replace it, set 'load_inplace' to true."
+
+
+def pin_until_full(live):
+    """Pin adapters until the next one finds no room; its name, and the answer."""
+    for number in range(200):
+        name = f"pinned-{number}"
+        answer = live.post("/load_lora_adapter", lora_name=name, lora_path="r8-attention", pinned=True)
+        if answer.status_code != 200:
+            return name, answer
+    raise AssertionError("there was always room")
+
+
+def test_a_new_adapter_that_can_not_be_pinned_is_not_loaded(live):
+    name, refused = pin_until_full(live)
+    body = refused.json()
+    assert refused.status_code == 400 and not body["success"] and "pinned adapters would take" in body["error_message"]
+    assert name not in body["loaded_adapters"] and live.client.get(f"/v1/adapters/{name}").status_code == 404
+    again = live.post("/load_lora_adapter", lora_name=name, lora_path="r8-attention")
+    assert again.status_code == 200 and name in again.json()["loaded_adapters"], "a retry without the pin"
+
+
+def test_a_replaced_adapter_that_can_not_be_pinned_serves_and_says_so(live):
+    live.post("/load_lora_adapter", lora_name="policy", lora_path="r2-qv")
+    pin_until_full(live)
+    answer = live.post("/load_lora_adapter", lora_name="policy", lora_path="r8-attention", pinned=True)
+    body = answer.json()
+    assert answer.status_code == 200 and body["success"] and body["loaded_adapters"]["policy"].endswith("r8-attention")
+    assert "'policy' is loaded, but not pinned: pinned adapters would take" in body["error_message"]
+    assert tokens(live, "policy") == tokens(live, "pinned-0")
+    assert not live.client.get("/v1/adapters/policy").json()["pinned"]
+
+
+def test_a_load_in_skyrl_s_form_checks_its_fields(live):
+    def load(path, **more):
+        return live.post("/skyrl/v1/load_lora_adapter", lora_name="policy", lora_path=path, **more)
+
+    assert load("r2-qv", load_inplace=False).status_code == 200
+    again = load("r8-attention", load_inplace=False)
+    assert again.status_code == 400 and again.json()["error"]["code"] == "adapter_already_loaded"
+    wrong = load("r8-attention", base_model_name="another")
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "base_model_name"
+    before = tokens(live, "policy")
+    assert load("r8-attention", base_model_name="base").status_code == 200
+    assert tokens(live, "policy") != before
+    assert load("r2-qv", load_inplace=True).status_code == 200 and tokens(live, "policy") == before
 
 
 @pytest.mark.parametrize("route", ["/v1/load_lora_adapter", "/load_lora_adapter"])
