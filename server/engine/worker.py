@@ -216,6 +216,8 @@ class EngineWorker:
         roots: Sequence[Path] = (),
         image: HostImage | None = None,
         settle: Settle = in_place,
+        *,
+        everywhere: bool = False,
     ) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, while steps go on. Raises AdapterFormatError.
 

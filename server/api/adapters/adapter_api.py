@@ -392,7 +392,8 @@ class AdapterApi:
         replace = replace or bool(label and asked.keeps_labels)  # it replaces no version: a label means one content
         if upload is None:
             self._roots.require()
-            source = LoadSource(partial(self._roots.find, path or "", path_field), self._roots.roots)
+            find = partial(self._roots.find, path or "", path_field)
+            source = LoadSource(find, self._roots.roots, is_push=True)
         else:
             source = upload.source
         if asked.as_base:

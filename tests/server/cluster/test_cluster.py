@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
+import shutil
 import signal
 import socket
 import threading
@@ -212,6 +215,33 @@ def test_a_path_outside_the_roots_and_a_broken_adapter_are_refused_as_by_one_ser
         assert up.client.post("/v1/load_lora_adapter", json=body).status_code == status
     listed = up.client.get("/v1/adapters").json()
     assert "bad" not in [one["name"] for one in listed["data"]]
+
+
+def test_a_push_that_one_replica_can_not_read_fails_by_its_name_and_the_old_version_goes_on(up, roots):
+    def push(path):
+        return up.client.post("/v1/load_lora_adapter", json={**named, "lora_path": str(roots / path)})
+
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    named = {"lora_name": "pushed", "load_inplace": True}
+    assert push("upper").status_code == 200
+    shutil.copytree(roots / "reverse", roots / "pushed-later")
+    config = json.loads((roots / "pushed-later" / "adapter_config.json").read_text())
+    (roots / "pushed-later" / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 3}))
+    pid = up.replicas[1]
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, hard))
+    try:
+        answer = push("pushed-later")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        error = answer.json()["error"]
+        assert re.search(r"replica r\d can't load the adapter: .*Too many open files", error["message"])
+        assert error["code"] == "adapter_unreadable"
+        assert up.client.get("/v1/adapters/pushed").json()["path"] == str(roots / "upper")
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    assert push("pushed-later").status_code == 200
+    assert up.client.get("/v1/adapters/pushed").json()["path"] == str(roots / "pushed-later")
+    assert up.client.delete("/v1/adapters/pushed").status_code == 200
 
 
 def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
