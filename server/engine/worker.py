@@ -81,7 +81,7 @@ class EngineWorker:
         exceptions are `check_adapter` and `check_weights`.
         """
         self._build = build
-        self.adapters = EngineAdapters(self.call, self._tell_ended, get=lambda name: self._engine.store.get(name))
+        self.adapters = EngineAdapters(self.call, self._tell_ended, get=lambda name: self._engine.store.latest(name))
         self.progress: int | None = None
         """Changes with every step and while adapters are being read; None while the engine is idle."""
         self.stalled: str | None = None

@@ -20,7 +20,7 @@ from ....memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ....memory.adapters.publishing import LabelTaken
 from ....memory.adapters.registry_store import RegistryFull
 from ....memory.adapters.store import UnknownAdapter
-from ....memory.adapters.versions import LABEL, MARK, number_of, split_version
+from ....memory.adapters.versions import LABEL, MARK, number_of, split_version, versioned
 from ....memory.files.directory import MAX_PATH_BYTES
 from ....memory.files.error import AdapterFormatError, shown
 from ....memory.files.format import is_one_file
@@ -105,9 +105,7 @@ class NamedAdapter(AdapterBody):
     """
 
     keeps_labels: ClassVar[bool] = False
-    """`NAME@LABEL` may come beside other versions of the name, and without `keep_versions` retires none: other servers
-    take it for a name of its own.
-    """
+    """Without `keep_versions`, `NAME@LABEL` is a name of its own, as for other servers: a load retires nothing else."""
 
     name: AdapterName
     path: AdapterPath | None = None
@@ -398,25 +396,26 @@ class AdapterApi:
             source = upload.source
         if asked.as_base:
             await self._loads.beside(self._loads.check_alone, "as_base")
-        keep = self._keep(asked, label)
+        keep = self._keep(asked)
+        own = versioned(name, label) if label and keep is None else name
         with _load_errors(name_field, path_field):
             load = self._loads.load(
                 name, source, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
             if asked.as_base is not None:
-                load.add_done_callback(partial(self._loads.loaded_as_base, name, request.state.caller, asked.as_base))
+                load.add_done_callback(partial(self._loads.loaded_as_base, own, request.state.caller, asked.as_base))
             if upload is not None:
                 upload.load = load
             loaded = await asyncio.wrap_future(load)
         self._base_after_load.loaded(request.state.tenant, name)
         return loaded
 
-    def _keep(self, asked: NamedAdapter, label: str) -> int:
-        """Number of versions of the name to keep."""
+    def _keep(self, asked: NamedAdapter) -> int | None:
+        """Number of versions of the name to keep; None: see `plan_load`."""
         if asked.keep_versions is not None:
             return asked.keep_versions
-        if label and asked.keeps_labels and "keep_versions" not in self._settings.model_fields_set:
-            return MOST_VERSIONS
+        if asked.keeps_labels and "keep_versions" not in self._settings.model_fields_set:
+            return None
         return self._settings.keep_versions
 
     async def unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:

@@ -262,6 +262,29 @@ def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
     assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["unit"] in "CF"
 
 
+def test_labels_of_other_servers_are_pinned_and_removed_each_by_itself(up):
+    def load(name, path, **fields):
+        body = {"lora_name": name, "lora_path": path, **fields}
+        return up.client.post("/load_lora_adapter", json=body).raise_for_status().json()["loaded_adapters"]
+
+    def pins():
+        listed = up.client.get("/v1/adapters").json()["data"]
+        return {one["name"]: one["pinned"] for one in listed if one["name"].startswith("org/n")}
+
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    load("org/n@v1", "upper", pinned=True)
+    load("org/n@v2", "reverse")
+    assert {"org/n@v1", "org/n@v2"} <= load("org/n", "reverse").keys()
+    assert pins() == {"org/n": False, "org/n@v1": True, "org/n@v2": False}
+    assert up.client.patch("/v1/adapters/org/n@v1", json={"pinned": False}).status_code == 200
+    assert up.client.patch("/v1/adapters/org/n@v2", json={"pinned": True}).json()["pinned"]
+    assert pins() == {"org/n": False, "org/n@v1": False, "org/n@v2": True}
+    assert up.client.post("/unload_lora_adapter", json={"lora_name": "org/n@v2"}).status_code == 200
+    assert pins() == {"org/n": False, "org/n@v1": False}
+    assert up.client.delete("/v1/adapters/org/n").status_code == 200
+    assert pins() == {}
+
+
 @pytest.mark.long
 def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outlive_each_other(
     roots, store, source_flags, tmp_path
