@@ -86,6 +86,7 @@ class Catalog(BackendAdapters):
     """The adapters of a cluster, by name, and its own `AdapterTable`."""
 
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
         self._cluster = cluster
         self._lock = threading.RLock()
         self._entries: VersionNames[CatalogEntry] = VersionNames()

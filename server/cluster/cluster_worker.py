@@ -113,7 +113,9 @@ class ClusterWorker:
         cluster = Cluster(self.dispatcher, self.soon, self._call, self._learn, lambda: self.stats)
         self.adapters, self._follow = Catalog(cluster), None
         if registry is not None:
-            self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter)
+            rules = settings.adapter_rules
+            is_sourced = lambda name: rules.find(name) is not None  # noqa: E731
+            self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter, is_sourced)
             self._follow = partial(registered.follow, registry)
         self._has_copy = registry is None  # names in the registry
         self._config = _with_tower(settings)

@@ -47,9 +47,12 @@ class RegisteredCatalog(Catalog):
     registry is away.
     """
 
-    def __init__(self, cluster: Cluster, check: Check) -> None:
-        """check: for adapters that other API servers have registered."""
+    def __init__(self, cluster: Cluster, check: Check, is_sourced: Callable[[str], bool] = lambda name: False) -> None:
+        """check: for adapters that other API servers have registered. is_sourced: whether requests for a name may have
+        loaded it, rather than a client.
+        """
         super().__init__(cluster)
+        self._is_sourced = is_sourced
         self._check = check
         self._checked: dict[str, AdapterManifest] = {}  # this API server's own writes, by content hash
         self._client: RegistryClient | None = None
@@ -125,6 +128,8 @@ class RegisteredCatalog(Catalog):
             if manifest.content_hash != content:
                 raise AdapterFormatError(f"{now.path}: the files have changed since in the cluster")
             self.register(name, manifest, label=now.label, pinned=now.pinned)
+            if not self._is_sourced(name):
+                self.loaded_names.add(now.plain_name, now.label)
         except Exception as error:  # for any error: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this API server: %s", name, error)
             if name in self:
@@ -136,6 +141,7 @@ class RegisteredCatalog(Catalog):
         plain = self.unregister(name).name if name in self else name
         if plain not in self and not self.kept(plain):
             self.paused.discard(plain)
+            self.loaded_names.discard(plain)
 
     def _known(self, path: Path, content: str) -> AdapterManifest | None:
         """The manifest of a version that this API server serves: its directory may hold other files by now."""

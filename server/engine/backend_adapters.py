@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import plain_of, versioned
 from .engine_view import AdapterListing, AdapterState
+from .loaded_names import LoadedNames
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -97,6 +98,10 @@ class BackendAdapters(ABC):
     """The adapter that serves requests for the base model's name, whether it is registered or not; None: the base model
     itself.
     """
+
+    def __init__(self) -> None:
+        self.loaded_names = LoadedNames()
+        """What clients have loaded over HTTP, also by other API servers; `AdapterApi` adds the loads of this one."""
 
     def registry(self) -> Future[RegistryNames | None]:
         """The names of a cluster's registry; None if this process keeps them."""

@@ -109,6 +109,7 @@ class EngineAdapters(BackendAdapters):
         *,
         get: Callable[[str], Adapter],
     ) -> None:
+        super().__init__()
         self.call = call
         self._get = get
         self._tell_ended = tell_ended

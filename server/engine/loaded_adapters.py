@@ -91,7 +91,8 @@ class LoadedAdapters:
             if manifest.content_hash != entry.content_hash:
                 raise AdapterFormatError(f"{entry.path}: the files have changed since")
             put = worker.adapters.put(entry.name, manifest, image, replace=True, label=entry.label, keep=None)
-            put.result()
+            state, _ = put.result()
+            worker.adapters.loaded_names.add(name, state.label)
             worker.adapters.pause(name, paused=entry.paused).result()
         except (AdapterFormatError, FileExistsError) as error:
             log.warning(

@@ -29,7 +29,6 @@ from ...access.grants import NOWHERE
 from ...engine.adapter_loader import AdapterLoader
 from ...engine.backend import Backend
 from ...engine.backend_adapters import BackendAdapters
-from ...engine.base_after_load import BaseAfterLoad
 from ...engine.engine_view import AdapterState
 from ...engine.load_source import LoadSource
 from ...engine.sourced_adapters import SourcedAdapters
@@ -225,9 +224,8 @@ class AdapterApi:
         loads: AdapterLoader,
         sourced: SourcedAdapters,
         threads: DaemonPool,
-        base_after_load: BaseAfterLoad,
     ) -> None:
-        """threads: pool for the list of the adapters. base_after_load: is told of loads."""
+        """threads: pool for the list of the adapters."""
         self._worker = worker
         self.names = worker.adapters
         self._settings = settings
@@ -236,7 +234,6 @@ class AdapterApi:
         self._sourced = sourced
         self.threads = threads
         self.load_seconds = settings.adapter_load_seconds
-        self._base_after_load = base_after_load
 
     # --- our own ---
 
@@ -406,9 +403,9 @@ class AdapterApi:
                 load.add_done_callback(partial(self._loads.loaded_as_base, own, request.state.caller, asked.as_base))
             if upload is not None:
                 upload.load = load
-            loaded = await asyncio.wrap_future(load)
-        self._base_after_load.loaded(request.state.tenant, name)
-        return loaded
+            state, replaced = await asyncio.wrap_future(load)
+        self.names.loaded_names.add(name, state.label)
+        return state, replaced
 
     def _keep(self, asked: NamedAdapter) -> int | None:
         """Number of versions of the name to keep; None: see `plan_load`."""
@@ -425,6 +422,9 @@ class AdapterApi:
         with _known(name, field):
             removed = await self._loads.remove(name, force=force)
         self._sourced.forget(name)
+        plain = split_version(name)[0]
+        if not await asyncio.wrap_future(self.names.versions(plain)):
+            self.names.loaded_names.discard(plain)
         version = f"version {removed.label}, content {removed.content_hash}"
         text = "%s removed adapter %s: %s; %d requests were ended"
         audit.info(text, request.state.caller, name, version, removed.ended)

@@ -322,6 +322,10 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
                 assert set(threads.map(ask, [f"stored/{name}"] * 12)) == {(200, answer)}
                 assert 1 <= store.asked[f"/{name}/adapter_model.safetensors"] <= 3
         several.wait_until(lambda: {num_ended() for _ in range(8)} == {48})  # whichever API server is asked
+        base = several.client.get("/v1/models").json()["data"][0]["id"]
+        for _ in range(20):
+            assert post(base, "operator").status_code == 200
+        several.wait_until(lambda: several.metric("chorus_base_requests_after_load_total") == 20)
         assert post("mine", "frugal").status_code == 200
         time.sleep(2 * MERGE_SECONDS)
         assert {post("mine", "frugal").status_code for _ in range(12)} == {429}

@@ -14,6 +14,7 @@ from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError, LoadFailure
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterPart
+from chorus.server.access.grants import ALL, Grant
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.catalog import Cluster, done, failed
 from chorus.server.cluster.registered_catalog import RegisteredCatalog
@@ -260,6 +261,34 @@ def test_labels_of_other_servers_are_names_of_their_own_at_every_front(tmp_path)
                 one.catalog.find(name)
         await two.remove("m")
         assert versions(one) == versions(two) == {} and not one.catalog.paused and not two.catalog.paused
+
+    run(api_servers_of(test, disk=disk)(tmp_path))
+
+
+def test_each_front_knows_what_clients_have_loaded_at_any(tmp_path):
+    disk = {f"/a/{digit}": manifest(f"/a/{digit}", str(digit)) for digit in range(1, 4)}
+
+    async def test(directory, one, two):
+        def latest():
+            return [each.catalog.loaded_names.latest(ALL) for each in (one, two)]
+
+        for each in (one, two):
+            each.catalog.register("start", disk["/a/3"])
+        await asyncio.wrap_future(one.catalog.pause("start", paused=True))
+        assert latest() == [None, None], "no client has loaded it"
+        await one.put(disk["/a/1"], "policy")
+        await two.put(disk["/a/2"], "policy")
+        assert latest() == ["policy@2"] * 2
+        two.catalog._is_sourced = lambda name: name == "stored/x"  # noqa: SLF001
+        await one.put(disk["/a/1"], "stored/x")
+        assert latest() == ["stored/x@1", "policy@2"], "requests load these"
+        three = ApiServer(disk)  # as after a restart
+        await three.follow(directory)
+        assert three.catalog.loaded_names.latest(Grant(adapters=("policy",))) == "policy@2"
+        await three.client.stop()
+        for name in ("policy", "stored/x"):
+            await one.remove(name)
+        assert latest() == [None, None]
 
     run(api_servers_of(test, disk=disk)(tmp_path))
 

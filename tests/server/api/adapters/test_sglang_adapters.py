@@ -170,3 +170,26 @@ def test_requests_for_the_base_after_a_load_are_a_sign(live):
     tokens(live, "policy")
     tokens(live, "base")
     assert "chorus_base_requests_after_load_total 1.0" in live.client.get("/metrics").text
+    live.post("/unload_lora_adapter", lora_name="policy")
+    tokens(live, "base")
+    assert "chorus_base_requests_after_load_total 1.0" in live.client.get("/metrics").text
+
+
+def test_a_rollout_s_key_of_another_tenant_is_a_sign_too(start, reference, tmp_path, live):
+    keys = tmp_path / "keys"
+    keys.write_text(
+        "sk-trainer-key ops admin=yes\nsk-rollout-key rollouts adapters=policy\nsk-other-key other adapters=x\n"
+    )
+    config = EngineConfig(model=reference.model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    live = start(Engine.from_config(config), adapter_roots=(tmp_path,), settings={"api_key_file": keys})
+
+    def told(key):
+        return {"authorization": f"Bearer sk-{key}-key"}
+
+    body = {"lora_name": "policy", "lora_path": "r2-qv"}
+    assert live.client.post("/v1/load_lora_adapter", json=body, headers=told("trainer")).status_code == 200
+    for key in ("rollout", "other", "rollout"):
+        asked = {"model": "base", "prompt": [5], "max_tokens": 1}
+        assert live.client.post("/v1/completions", json=asked, headers=told(key)).status_code == 200
+    metrics = live.client.get("/metrics", headers=told("trainer")).text
+    assert "chorus_base_requests_after_load_total 2.0" in metrics
