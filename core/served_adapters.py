@@ -100,11 +100,11 @@ class ServedAdapters:
         return adapter
 
     def _find_one(self, name: str) -> Adapter:
+        if name not in self._store and (one := self.quarantine.get(name)) is not None:
+            raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}")
         try:
-            return self._store.get(name)
+            return self._store.latest(name)
         except UnknownAdapter:
-            if (one := self.quarantine.get(name)) is not None:
-                raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
             raise UnknownModel(name) from None
 
     def _composed(self, name: str, composition: Composition, tenant: str) -> Adapter:
@@ -168,7 +168,7 @@ class ServedAdapters:
             store.unregister(each)
         for each in gone:
             self.forget_content(each.manifest.content_hash)
-        if adapter.name not in store:
+        if adapter.name not in store and not store.kept(adapter.name):
             self.paused.discard(adapter.name)
         if not force:
             return 0

@@ -127,7 +127,7 @@ def create_app(
     )
     texts = TextApi(worker, tokenizer, builder, executors.text)
     control = EngineControl(worker, gate)
-    adapters = AdapterApi(worker, settings, loads, sourced, executors.text, api.metrics.base_after_load)
+    adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     of_sglang = SglangAdapters(adapters)
     statuses = Statuses()
     watchers = Watchers(

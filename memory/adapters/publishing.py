@@ -27,29 +27,34 @@ def plan_load(
     entry: Entry,
     *,
     replace: bool = True,
-    keep: int = 1,
+    keep: int | None = 1,
     before: Entry | None = None,
     last_number: int = 0,
 ) -> Load:
     """Plan to make `entry` the newest version of its name.
 
     entry: has a version label, or "" for the name's next number. keep: number of versions of the name to keep,
-    including the newest. before: the newest version, if the registry does not know it. last_number: its version number,
-    if it has one. Loading the same content under an existing version changes nothing. Raises FileExistsError for a name
-    that it may not `replace`, and LabelTaken for a version that has, or had, other content.
+    including the newest. None: all others stay, `name@label` is a name of its own, with any number, and the name
+    itself has its newest version alone. before: the newest version, if the registry does not know it.
+    last_number: its version number, if it has one. Loading the same content under an existing version changes nothing.
+    Raises FileExistsError for a name that it may not `replace`, and LabelTaken for a version that has, or had, other
+    content.
     """
-    newest = store.get(entry.name) or before
+    plain = entry.plain_name
+    newest = store.get(entry.name) or (before if entry.name == plain else None)
     there = _version(store, entry, before) if entry.version else None
     if there is not None and there.content_hash == entry.content_hash:
         return Load(there, (), existed=True)
     if newest is not None and not replace:
         raise FileExistsError(entry.name)
-    last_number = max(store.last_number(entry.name), last_number)
+    last_number = max(store.last_number(plain), last_number)
     if entry.version:
-        _check_label(store, entry, is_there=there is not None, last_number=last_number)
+        _check_label(store, entry, is_there=there is not None, last_number=0 if keep is None else last_number)
     made = entry._replace(version=entry.version or _next_number(store, entry.name, last_number))
     if newest is not None:
         made = made._replace(paused=newest.paused, pinned=newest.pinned)
+    elif store.get(plain) is None:  # its versions are paused together
+        made = made._replace(paused=any((one := store.get(each)) and one.paused for each in store.kept(plain)))
     return Load(made, _changes(store, made, newest, keep), existed=newest is not None)
 
 
@@ -57,7 +62,7 @@ def _version(store: RegistryStore, entry: Entry, before: Entry | None) -> Entry 
     """The existing version with this label, or None."""
     if before is not None and before.label == entry.version:
         return before
-    return store.find(versioned(entry.name, entry.version))
+    return store.find(versioned(entry.plain_name, entry.version))
 
 
 def _next_number(store: RegistryStore, name: str, last_number: int) -> str:
@@ -91,7 +96,7 @@ def plan_removal(store: RegistryStore, name: str) -> Changes:
 
 def _check_label(store: RegistryStore, entry: Entry, *, is_there: bool, last_number: int) -> None:
     """Raise LabelTaken unless the version is new, or comes back with its old content."""
-    name, label = entry.name, entry.version
+    name, label = entry.plain_name, entry.version
     full = versioned(name, label)
     if is_there:
         raise LabelTaken(f"version '{full}' already exists with other content; choose another version")
@@ -104,7 +109,9 @@ def _check_label(store: RegistryStore, entry: Entry, *, is_there: bool, last_num
         raise LabelTaken(f"versions of '{name}' up to {last_number} were already given; choose a higher one")
 
 
-def _changes(store: RegistryStore, made: Entry, newest: Entry | None, keep: int) -> Changes:
+def _changes(store: RegistryStore, made: Entry, newest: Entry | None, keep: int | None) -> Changes:
+    if keep is None:
+        return [(made.name, made)]
     name, kept, changes = made.name, store.kept(made.name), list[tuple[str, Entry | None]]()
     if newest is not None and keep > 1:
         alias = versioned(name, newest.label)

@@ -26,7 +26,7 @@ from ..files.error import AdapterFormatError
 from ..files.manifest import AdapterManifest
 from .adapter import check_name
 from .registry_lock import RegistryLock
-from .versions import LABEL, VersionNames, number_of, split_version, versioned
+from .versions import LABEL, VersionNames, number_of, plain_of, versioned
 
 APPLICATION_ID = 0x43485253
 """SQLite's `application_id` of these files, "CHRS"."""
@@ -121,8 +121,7 @@ class Entry(NamedTuple):
     @property
     def plain_name(self) -> str:
         """The adapter's name, also for an entry `name@version`."""
-        plain, own = split_version(self.name)
-        return plain if own and own == self.version else self.name
+        return plain_of(self.name, self.version)
 
 
 Changes = Sequence[tuple[str, Entry | None]]

@@ -25,7 +25,7 @@ from .adapter_costs import AdapterCosts
 from .composed_names import ComposedNames
 from .loads import AdapterLoads
 from .pins import Pins
-from .versions import VersionNames, versioned
+from .versions import VersionNames, plain_of, versioned
 
 
 class UnknownAdapter(KeyError):
@@ -91,7 +91,8 @@ class AdapterStore:
     ) -> Adapter:
         """Make `source` the adapter `name`, replacing an earlier version for future requests.
 
-        label: its version; None for the name's next number. keep: see `VersionNames.put`. source: a directory, which is
+        name: or `name@label`, for a version that leaves all others as they are. label: its version; None for the name's
+        next number. keep: see `VersionNames.put`. source: a directory, which is
         read and checked here, or the manifest of a checked directory. image: the weights of a checked manifest; then
         the checked weights are served even if the directory changes. Raises AdapterFormatError, and keeps the earlier
         version, if the directory holds no servable adapter, or one that could never fit the pool.
@@ -99,8 +100,9 @@ class AdapterStore:
         check_name(name)
         manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
         layout = self.layout_of(manifest)
+        plain = plain_of(name, label)
         label = label or str(self._current.last_number(name) + 1)
-        adapter = Adapter(name, next(self._versions), manifest, layout, label)
+        adapter = Adapter(plain, next(self._versions), manifest, layout, label)
         if image is not None:
             self.loads.keep(adapter, image)
         previous = self._current.find(name) if name in self._current else None
@@ -167,6 +169,12 @@ class AdapterStore:
     def get(self, name: str) -> Adapter:
         """Return the newest version of a name, or the version of `name@version`."""
         if (adapter := self._current.find(name)) is None:
+            raise UnknownAdapter(f"adapter {name!r} is not registered")
+        return adapter
+
+    def latest(self, name: str) -> Adapter:
+        """The same, for requests: a name without a version of its own means the latest kept one."""
+        if (adapter := self._current.latest(name)) is None:
             raise UnknownAdapter(f"adapter {name!r} is not registered")
         return adapter
 

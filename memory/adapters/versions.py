@@ -45,6 +45,12 @@ def split_version(name: str) -> tuple[str, str]:
     return (plain, label) if mark and plain and label else (name, "")
 
 
+def plain_of(name: str, label: str | None) -> str:
+    """The name without the version, if it ends with this one."""
+    plain, own = split_version(name)
+    return plain if own and own == label else name
+
+
 class VersionNames(Generic[V]):
     """Maps names to versions. Iterates over names; kept versions are names, too, oldest first."""
 
@@ -66,6 +72,11 @@ class VersionNames(Generic[V]):
             newest = self._all.get(plain) if label else None
             one = newest if newest is not None and newest.label == label else None
         return one
+
+    def latest(self, name: str) -> V | None:
+        """The same; a name without a version of its own means the latest kept one."""
+        kept = self._kept.get(name)
+        return self._all[next(reversed(kept))] if kept and name not in self._all else self.find(name)
 
     def put(self, name: str, one: V, keep: int | None = 1) -> list[V]:
         """Make a name mean `one`; return the versions that no name means any more.

@@ -309,7 +309,8 @@ class GenerationBuilder:
     def _note_base(self, caller: Caller, adapter: str | None) -> None:
         """Note a request that the base model itself answers."""
         if adapter is None and self.telemetry.metrics is not None:
-            self.telemetry.metrics.base_after_load.asked(caller.tenant)
+            latest = self.worker.adapters.loaded_names.latest(caller.grant)
+            self.telemetry.metrics.base_after_load.asked(caller.tenant, latest)
 
     def _ignored(self, asked: GenerationRequest, tokenizer: Tokenizer) -> list[str]:
         """Fields without an effect."""

@@ -20,7 +20,7 @@ from ...memory.adapters.adapter import check_name
 from ...memory.adapters.composed_names import ComposedNames
 from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ...memory.adapters.store import UnknownAdapter
-from ...memory.adapters.versions import VersionNames, split_version, versioned
+from ...memory.adapters.versions import VersionNames, plain_of, split_version, versioned
 from ...memory.files.composed import composed, paths_of
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..engine.backend_adapters import AdapterTable, BackendAdapters, done, is_current
@@ -86,6 +86,7 @@ class Catalog(BackendAdapters):
     """The adapters of a cluster, by name, and its own `AdapterTable`."""
 
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
         self._cluster = cluster
         self._lock = threading.RLock()
         self._entries: VersionNames[CatalogEntry] = VersionNames()
@@ -113,7 +114,7 @@ class Catalog(BackendAdapters):
         itself be a version's. pinned: None: unchanged.
         """
         check_name(name)
-        plain, own = split_version(name)
+        plain = plain_of(name, label)
         with self._lock:
             number, label = next(self._versions), label or str(self._entries.last_number(name) + 1)
             before = self.get(name) if name in self._entries else None
@@ -121,7 +122,7 @@ class Catalog(BackendAdapters):
                 pinned = before is not None and before.pinned
             if before is not None and before.pinned:  # a kept version is not pinned
                 self._entries.put(name, replace(before, pinned=False), None)
-            entry = CatalogEntry(plain if own and own == label else name, number, manifest, label, pinned)
+            entry = CatalogEntry(plain, number, manifest, label, pinned)
             gone = self._entries.put(name, entry, keep)
             self.quarantine.pop(name, None)
             if pinned or (before is not None and before.pinned):
@@ -197,14 +198,13 @@ class Catalog(BackendAdapters):
         self._left(entry)
 
     def _find_one(self, name: str) -> CatalogEntry:
-        entry = self._entries.find(name)
-        if entry is not None:
-            if entry.name in self.paused:
-                raise AdapterPaused(entry.name)
-            return entry
-        if (aside := self.quarantine.get(name)) is not None:
+        if name not in self._entries and (aside := self.quarantine.get(name)) is not None:
             raise NotServed("model", f"adapter {name!r} is not served: {aside.reason}")
-        raise UnknownModel(name)
+        if (entry := self._entries.latest(name)) is None:
+            raise UnknownModel(name)
+        if entry.name in self.paused:
+            raise AdapterPaused(entry.name)
+        return entry
 
     def get(self, name: str) -> CatalogEntry:
         """The version that a name means, paused or not. Raises UnknownAdapter."""
@@ -214,7 +214,7 @@ class Catalog(BackendAdapters):
         return entry
 
     def version_of(self, name: str) -> CatalogEntry:
-        return self.get(name)
+        return self._entries.latest(name) or self.get(name)
 
     def kept(self, name: str) -> list[str]:
         return self._entries.kept(name)
@@ -284,7 +284,7 @@ class Catalog(BackendAdapters):
             else:
                 for each in [*self._entries.kept(name), name]:
                     self.unregister(each)
-            if entry.name not in self._entries:
+            if entry.name not in self._entries and not self.kept(entry.name):
                 self.paused.discard(entry.name)
             if not force:
                 return state, 0
@@ -300,8 +300,6 @@ class Catalog(BackendAdapters):
 
         def pin(_: AdapterTable) -> bool | Future[bool]:
             entry = self.get(name)
-            if name in self._entries.kept(entry.name):
-                raise InvalidRequest("pin", "in a cluster, only the newest version of an adapter can be pinned")
             content = entry.manifest.content_hash
             if content is None:
                 return self._cluster.learn(entry)
@@ -334,10 +332,15 @@ class Catalog(BackendAdapters):
     def _set_pinned(self, entry: CatalogEntry, *, pinned: bool) -> Future[bool]:
         """Pin or unpin a version, unless it has been replaced; False: the result is not known yet."""
         with self._lock:
-            if self._entries.find(entry.name) == entry:
-                self._entries.put(entry.name, replace(entry, pinned=pinned), None)
+            if self._entries.find(name := self.name_of(entry)) == entry:
+                self._entries.put(name, replace(entry, pinned=pinned), None)
                 self._tell_pins()
         return done(False)
+
+    def name_of(self, entry: CatalogEntry) -> str:
+        """The name under which a version is registered: its own, or `name@version`."""
+        newest = self._entries.find(entry.name)
+        return entry.name if newest is not None and newest.version == entry.version else entry.versions
 
     def _tell_pins(self) -> None:
         pinned = [one.manifest for one in self._entries.values() if one.pinned]

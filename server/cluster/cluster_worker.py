@@ -25,7 +25,7 @@ from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import Overloaded, check_bounds
 from ...memory.adapters.adapter_costs import AdapterCost, added
-from ...memory.files.error import AdapterFormatError, LoadFailure
+from ...memory.files.error import AdapterFormatError
 from ...memory.files.format import inspect_adapter
 from ...memory.files.identity import with_content
 from ...memory.files.manifest import AdapterManifest
@@ -50,6 +50,7 @@ from .control import Control, chained
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
+from .replica_loads import ReplicaLoads, ReplicaRefused
 from .router import Estimates, Policy
 from .wire import MAX_FILES
 
@@ -112,13 +113,16 @@ class ClusterWorker:
         cluster = Cluster(self.dispatcher, self.soon, self._call, self._learn, lambda: self.stats)
         self.adapters, self._follow = Catalog(cluster), None
         if registry is not None:
-            self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter)
+            rules = settings.adapter_rules
+            is_sourced = lambda name: rules.find(name) is not None  # noqa: E731
+            self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter, is_sourced)
             self._follow = partial(registered.follow, registry)
         self._has_copy = registry is None  # names in the registry
         self._config = _with_tower(settings)
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
         self._change = threading.Condition()
+        self._loads = ReplicaLoads(links, self._change, self._call, lambda: self.failure)
         self._gone = NOTHING
         self._gone_costs: list[AdapterCost] = []
         self._loop = asyncio.new_event_loop()
@@ -323,14 +327,24 @@ class ClusterWorker:
         roots: Sequence[Path] = (),
         image: HostImage | None = None,
         settle: Settle = in_place,
+        *,
+        everywhere: bool = False,
     ) -> AdapterManifest:
-        """Have the replicas check the weights, too, where `settle` has moved them, and keep them under their hash."""
+        """Have the replicas check the weights, too, where `settle` has moved them, and keep them under their hash.
+
+        everywhere: raise ReplicaRefused unless every replica that takes requests has them; otherwise one is enough.
+        """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         manifest = settle(with_content(self._inspect(path, roots)))
         content = manifest.content_hash
         if content is not None:
-            self._load_everywhere(content, manifest.path)
+            try:
+                self._loads.load(content, manifest.path, is_push=everywhere)
+            except ReplicaRefused:
+                if not self.adapters.names_of(content):
+                    self.soon(self.dispatcher.retire, content)
+                raise
         return manifest
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
@@ -438,30 +452,6 @@ class ClusterWorker:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):
             self.abort(request_id)
-
-    def _load_everywhere(self, content_hash: str, path: Path) -> None:
-        """Return once every connected replica has loaded an adapter, or could not while another one has.
-
-        Raises AdapterFormatError if none could; EngineUnavailable if none is connected.
-        """
-        self._call(self._load, content_hash, path, otherwise=None).result()
-        with self._change:
-            while any(link.is_up and content_hash in link.loading for link in self.links):
-                self._change.wait(0.1)
-                if self.failure is not None:
-                    raise EngineUnavailable(self.failure)
-        if any(content_hash in link.loaded for link in self.links):
-            return
-        for link in self.links:
-            if (failure := link.failed.get(content_hash)) is not None:
-                error = AdapterFormatError(failure[1])
-                error.failure = LoadFailure(failure[0])
-                raise error
-        raise EngineUnavailable("no replica is connected that could check the adapter; try again later")
-
-    def _load(self, content_hash: str, path: Path) -> None:
-        for link in self.links:
-            link.load(content_hash, path)
 
     def _changed(self) -> None:
         with self._change:

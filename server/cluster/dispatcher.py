@@ -276,7 +276,7 @@ class Dispatcher:
             link.loaded.add(content_hash)
             self.fleet.keep_pins(link)
         else:
-            link.failed[content_hash] = failure, text or "no reason given"
+            self.fleet.note_failure(link, content_hash, LoadFailure(failure), text or "no reason given", self._clock())
             log.warning("replica %s can't load an adapter: %s", link.name, text)
         self.placer.place_waiting()
         self._forget_content(content_hash)
@@ -296,8 +296,8 @@ class Dispatcher:
         return [link.report.costs for link in self.links if link.report is not None and link.report.costs]
 
     def look(self) -> None:
-        """Time out requests that no replica could take, update the scale hint, and update the costs that price
-        requests.
+        """Time out requests that no replica could take, retry loads, update the scale hint, and update the costs that
+        price requests.
 
         Call this periodically.
         """
@@ -313,6 +313,7 @@ class Dispatcher:
         if self.scale.update(scale_hint(states, self.in_flight.num_waiting) if is_whole else None, now):
             log.info("scale hint: %s", HINTS[self.scale.value])
         self.on_hint(self.scale.value, self.num_replicas)
+        self.fleet.retry(now)
         self.placer.place_waiting()
         for request in self.in_flight.waiting():
             since = request.stuck_since

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from .in_flight_table import OpenRequest, Placements
-from .link import Link
+from .link import Link, LoadRefusal
 from .router import Holders, PrefixPlaces, Replicas, ReplicaState
+
+RETRY_SECONDS = 10.0
+"""Seconds after which a replica loads an adapter again that it could not read for a reason that may pass."""
 
 _NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
@@ -101,7 +105,26 @@ class Fleet(Placements):
                 link.load(content, path)
                 link.pin(content)
 
-    def take_failure(self, content_hash: str | None) -> tuple[str, str] | None:
+    def note_failure(self, link: Link, content_hash: str, failure: LoadFailure, text: str, now: float) -> None:
+        """A replica could not load an adapter. now: the dispatcher's clock, as in `retry`."""
+        retry_at = now + RETRY_SECONDS if failure.may_pass else math.inf
+        link.failed[content_hash] = LoadRefusal(failure, text, retry_at)
+
+    def retry(self, now: float) -> None:
+        """Have replicas load adapters again whose failures may have passed: pinned ones at once, others with their next
+        request. Call this periodically.
+        """
+        for link in self.links:
+            if not link.is_up:
+                continue
+            due = [content for content, refusal in link.failed.items() if now >= refusal.retry_at]
+            for content in due:
+                del link.failed[content]
+                self.changed(content)
+            if due:
+                self.keep_pins(link)
+
+    def take_failure(self, content_hash: str | None) -> LoadRefusal | None:
         """Why no connected replica has an adapter; None while one has it or may get it. Then the load is retried."""
         up = [link for link in self.links if link.is_up]
         if content_hash is None or not up or any(content_hash not in link.failed for link in up):

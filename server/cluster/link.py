@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...core.engine_stats import EngineStats
 from ...memory.adapters.adapter_costs import AdapterCost
+from ...memory.files.error import LoadFailure
 from .address import Address
 from .replica import FROM_REPLICA
 from .report import Hello, ModelIdentity, Report
@@ -37,12 +39,21 @@ class LinkEvents(Protocol):
         ...
 
 
+class LoadRefusal(NamedTuple):
+    """Why a replica could not load an adapter."""
+
+    failure: LoadFailure
+    text: str
+    retry_at: float = math.inf
+    """When the load is tried again, by the dispatcher's clock."""
+
+
 class Link:
     """An API server's view of one replica; its contents belong to the current connection.
 
     loaded: content hashes of registered adapters. loading: of adapters that it was sent to load. failed: the reason why
-    it could not load an adapter, as a `LoadFailure` and a text. pinned: None for a content that it keeps resident, or
-    the reason why it can't; no entry until it replies.
+    it could not load an adapter. pinned: None for a content that it keeps resident, or the reason why it can't, as a
+    `LoadFailure` and a text; no entry until it replies.
     """
 
     def __init__(self, name: str, address: Address, secret: bytes, silent_seconds: float) -> None:
@@ -65,7 +76,7 @@ class Link:
         self.draining = False
         self.loaded: set[str] = set()
         self.loading: set[str] = set()
-        self.failed: dict[str, tuple[str, str]] = {}
+        self.failed: dict[str, LoadRefusal] = {}
         self.pinned: dict[str, tuple[str, str] | None] = {}
         self._pinning: set[str] = set()
         self.resident: frozenset[str] = frozenset()

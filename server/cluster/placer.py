@@ -60,7 +60,7 @@ class Placer:
             if request.stuck_since is None:
                 request.stuck_since = self._clock()
             if (failure := self._fleet.take_failure(content)) is not None:
-                self._fail(request, failure[1], LoadFailure(failure[0]))
+                self._fail(request, failure.text, failure.failure)
             return
         request.stuck_since = None
         runs = runs_of(request.record) if self._follows_prefixes else []

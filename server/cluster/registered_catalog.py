@@ -19,7 +19,7 @@ from ...core.quarantine import Quarantined
 from ...memory.adapters.publishing import LabelTaken
 from ...memory.adapters.registry_store import Entry as Registered
 from ...memory.adapters.store import UnknownAdapter
-from ...memory.adapters.versions import versioned
+from ...memory.adapters.versions import plain_of, versioned
 from ...memory.files.error import AdapterFormatError
 from ..engine.backend_adapters import RegistryNames, done
 from ..engine.engine_view import AdapterState
@@ -47,9 +47,12 @@ class RegisteredCatalog(Catalog):
     registry is away.
     """
 
-    def __init__(self, cluster: Cluster, check: Check) -> None:
-        """check: for adapters that other API servers have registered."""
+    def __init__(self, cluster: Cluster, check: Check, is_sourced: Callable[[str], bool] = lambda name: False) -> None:
+        """check: for adapters that other API servers have registered. is_sourced: whether requests for a name may have
+        loaded it, rather than a client.
+        """
         super().__init__(cluster)
+        self._is_sourced = is_sourced
         self._check = check
         self._checked: dict[str, AdapterManifest] = {}  # this API server's own writes, by content hash
         self._client: RegistryClient | None = None
@@ -84,9 +87,9 @@ class RegisteredCatalog(Catalog):
         label: str | None = None,
         keep: int | None = 1,
     ) -> Future[tuple[AdapterState, bool]]:
-        if not replace and name in self and not (label and self.has_version(name, label)):
+        if not replace and name in self and not (label and self.has_version(plain_of(name, label), label)):
             return failed(FileExistsError(name))
-        return self._soon(self._put_version(name, manifest, replace=replace, label=label, keep=keep or 1))
+        return self._soon(self._put_version(name, manifest, replace=replace, label=label, keep=keep))
 
     def registry(self) -> Future[RegistryNames | None]:
         async def registry() -> RegistryNames | None:
@@ -103,12 +106,11 @@ class RegisteredCatalog(Catalog):
 
     async def adopt(self, name: str, now: Registered | None) -> None:
         """Apply a change that the registry has sent. No request begins with the name's old content from then on."""
-        (self.paused.add if now is not None and now.paused else self.paused.discard)(name)
         if now is None:
-            self.quarantine.pop(name, None)
-            if name in self:
-                self.unregister(name)
+            self._forget(name)
             return
+        if name == now.plain_name or now.plain_name not in self:
+            (self.paused.add if now.paused else self.paused.discard)(now.plain_name)
         before = self.get(name) if name in self else None
         path, content = Path(now.path), now.content_hash
         if before is not None and (before.manifest.path, before.manifest.content_hash, before.label) == (
@@ -126,11 +128,20 @@ class RegisteredCatalog(Catalog):
             if manifest.content_hash != content:
                 raise AdapterFormatError(f"{now.path}: the files have changed since in the cluster")
             self.register(name, manifest, label=now.label, pinned=now.pinned)
+            if not self._is_sourced(name):
+                self.loaded_names.add(now.plain_name, now.label)
         except Exception as error:  # for any error: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this API server: %s", name, error)
             if name in self:
                 self.unregister(name)
             self.quarantine[name] = Quarantined(name, path, str(error))
+
+    def _forget(self, name: str) -> None:
+        self.quarantine.pop(name, None)
+        plain = self.unregister(name).name if name in self else name
+        if plain not in self and not self.kept(plain):
+            self.paused.discard(plain)
+            self.loaded_names.discard(plain)
 
     def _known(self, path: Path, content: str) -> AdapterManifest | None:
         """The manifest of a version that this API server serves: its directory may hold other files by now."""
@@ -138,19 +149,19 @@ class RegisteredCatalog(Catalog):
         return next((one for one in served if one.content_hash == content and one.path == path), None)
 
     async def _put_version(
-        self, name: str, manifest: AdapterManifest, *, replace: bool, label: str | None, keep: int
+        self, name: str, manifest: AdapterManifest, *, replace: bool, label: str | None, keep: int | None
     ) -> tuple[AdapterState, bool]:
         """Have the registry make the newest version, keep earlier ones, and forget the oldest."""
-        before = None
+        before, plain = None, plain_of(name, label)
         # registered at the start: the registry does not have it
-        if name in self and name not in self._known_client.copy.entries:
-            newest = self.get(name)
-            before = self._registered(name, await self._hashed(newest.manifest), newest.label, pinned=newest.pinned)
+        if plain in self and plain not in self._known_client.copy.entries:
+            newest = self.get(plain)
+            before = self._registered(plain, await self._hashed(newest.manifest), newest.label, pinned=newest.pinned)
         entry = self._registered(name, manifest, label or "")
         self._checked[entry.content_hash] = manifest
         try:
             label, existed = await self._known_client.load(
-                entry, replace=replace, keep=keep, before=before, last_number=self.last_number(name)
+                entry, replace=replace, keep=keep, before=before, last_number=self.last_number(plain)
             )
         except RegistryRefusal as refusal:
             raise _exists(refusal, name) from None
@@ -173,7 +184,7 @@ class RegisteredCatalog(Catalog):
         return self._soon(self._write_pinned(entry, pinned))
 
     async def _write_pinned(self, entry: CatalogEntry, pinned: bool) -> bool:
-        await self._put(entry.name, await self._hashed(entry.manifest), label=entry.label, pinned=pinned)
+        await self._put(self.name_of(entry), await self._hashed(entry.manifest), label=entry.label, pinned=pinned)
         return False
 
     async def _put(
@@ -188,6 +199,8 @@ class RegisteredCatalog(Catalog):
         """Write an entry of the registry again. paused, pinned: None: unchanged."""
         pinned = self.get(name).pinned if pinned is None else pinned
         entry = self._registered(name, manifest, label, pinned=pinned)
+        if paused is None and (known := self._known_client.copy.entries.get(name)) is not None:
+            paused = known.paused
         if paused is not None:
             entry = entry._replace(paused=paused)
         self._checked[entry.content_hash] = manifest
@@ -197,17 +210,17 @@ class RegisteredCatalog(Catalog):
             self._checked.pop(entry.content_hash, None)
 
     async def _pause(self, name: str, *, paused: bool) -> None:
-        entry = self.get(name)
-        await self._put(name, await self._hashed(entry.manifest), label=entry.label, paused=paused)
+        for each in [name] if name in self else self.kept(name) or [name]:  # of a name with labels alone, all
+            entry = self.get(each)
+            await self._put(each, await self._hashed(entry.manifest), label=entry.label, paused=paused)
 
     async def _remove(self, name: str, *, force: bool) -> tuple[AdapterState, int]:
         client, entry = self._known_client, self.get(name)
         state = self.state_of(name, entry)
         try:
-            if (
-                entry.name not in client.copy.entries
-            ):  # registered at the start: other API servers have it, too, and must learn of the change
-                await self._put(entry.name, await self._hashed(entry.manifest), label=entry.label)
+            # registered at the start: other API servers have it, too, and must learn of the change
+            if (own := self.name_of(entry)) not in client.copy.entries:
+                await self._put(own, await self._hashed(entry.manifest), label=entry.label)
             await client.remove(name)
         except RegistryRefusal as refusal:
             if refusal.reason != UNKNOWN:

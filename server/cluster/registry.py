@@ -162,7 +162,7 @@ class Registry:
 
     async def _load(self, fields: list[Any]) -> tuple[int, bool, str]:
         """Make a new version, by `plan_load`."""
-        if len(fields) != 5 or type(fields[1]) is not bool or type(fields[2]) is not int or fields[2] < 1:
+        if len(fields) != 5 or type(fields[1]) is not bool or not _is_count(fields[2]):
             raise ValueError(
                 "load must have an adapter's fields, whether it may replace, and how many versions are kept"
             )
@@ -228,6 +228,11 @@ class Registry:
 
     async def _on_disk(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, function)
+
+
+def _is_count(value: Any) -> bool:
+    """True for how many versions are kept; None: all."""
+    return value is None or (type(value) is int and value >= 1)
 
 
 def _fields(value: Any) -> list[Any]:

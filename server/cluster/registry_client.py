@@ -189,7 +189,7 @@ class RegistryClient:
         return (await self._write("put", list(entry), replace))[:2]
 
     async def load(
-        self, entry: Entry, *, replace: bool, keep: int, before: Entry | None = None, last_number: int = 0
+        self, entry: Entry, *, replace: bool, keep: int | None, before: Entry | None = None, last_number: int = 0
     ) -> tuple[str, bool]:
         """Make a version the newest of its name, by `plan_load`; returns its label, and whether the name existed
         before. Raises the errors of `put`.

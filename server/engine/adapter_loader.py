@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import report
 from ...memory.adapters.registry_store import Entry, RegistryStore
-from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import shown
 from ...memory.files.identity import open_unchanged
@@ -219,12 +218,12 @@ class AdapterLoader:
         replace: bool = True,
         by: str = HERE,
         label: str | None = None,
-        keep: int = 1,
+        keep: int | None = 1,
     ) -> Future[tuple[AdapterState, bool]]:
         """Load the adapter of a source. The future gives the adapter once requests may use it, and whether it replaced
         another.
 
-        by: the caller's name in the log. label, keep: as in `AdapterStore.register`. Raises PoolFull. Errors of the
+        by: the caller's name in the log. label, keep: as in `plan_load`. Raises PoolFull. Errors of the
         future: those of `source.find`, AdapterFormatError, FileExistsError for a name that it may not `replace` or an
         existing version, LoadTimedOut, PoolFull if too many loads hang, and StorageUnavailable if the change can't be
         recorded, in which case the adapter is not served.
@@ -267,7 +266,7 @@ class AdapterLoader:
         by: str,
         replace: bool,
         label: str | None,
-        keep: int,
+        keep: int | None,
     ) -> tuple[AdapterState, bool]:
         adapter, replaced = self._names.load(name, manifest, image, replace=replace, label=label, keep=keep)
         done = "replaced" if replaced else "added"
@@ -280,15 +279,12 @@ class AdapterLoader:
         return adapter, replaced
 
     def _is_there(self, name: str) -> bool:
-        try:
-            return self._worker.adapters.state(name).result() is not None
-        except UnknownAdapter:
-            return False
+        return self._worker.adapters.is_registered(name).result()
 
     def _check(self, directory: Path, source: LoadSource) -> tuple[AdapterManifest, HostImage]:
         """The adapter to be swapped in, as it is on the disk at the end of the check, and its weights."""
         image = HostImage()
-        manifest = self._worker.check_adapter(directory, source.roots, image, source.settle)
+        manifest = self._worker.check_adapter(directory, source.roots, image, source.settle, everywhere=source.is_push)
         with open_unchanged(manifest):
             return manifest, image
 

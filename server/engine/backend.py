@@ -141,9 +141,12 @@ class Backend(Protocol):
         roots: Sequence[Path] = (),
         image: HostImage | None = None,
         settle: Settle = in_place,
+        *,
+        everywhere: bool = False,
     ) -> AdapterManifest:
         """Read, check and hash an adapter on the caller's thread. image: receives the weights, for `put`. settle: moves
-        the files, once they are hashed, and returns the manifest of where they stay.
+        the files, once they are hashed, and returns the manifest of where they stay. everywhere: fail unless every
+        replica can load it; otherwise one of a cluster's is enough.
 
         Raises AdapterFormatError.
         """

@@ -13,8 +13,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from ...memory.adapters.versions import versioned
+from ...memory.adapters.store import UnknownAdapter
+from ...memory.adapters.versions import plain_of, versioned
 from .engine_view import AdapterListing, AdapterState
+from .loaded_names import LoadedNames
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -97,6 +99,10 @@ class BackendAdapters(ABC):
     itself.
     """
 
+    def __init__(self) -> None:
+        self.loaded_names = LoadedNames()
+        """What clients have loaded over HTTP, also by other API servers; `AdapterApi` adds the loads of this one."""
+
     def registry(self) -> Future[RegistryNames | None]:
         """The names of a cluster's registry; None if this process keeps them."""
         return done(None)
@@ -117,11 +123,29 @@ class BackendAdapters(ABC):
         return self._ask(lambda names: [name for name, _ in names.registered()])
 
     def state(self, name: str) -> Future[AdapterState]:
-        return self._ask(lambda names: names.state_of(name, names.get(name)))
+        """The state of a version; of the latest one if the name has none of its own."""
+
+        def state(names: AdapterTable) -> AdapterState:
+            found = _latest_name(names, name)
+            return names.state_of(found, names.get(found))
+
+        return self._ask(state)
+
+    def is_registered(self, name: str) -> Future[bool]:
+        """True if a name, or `name@version`, has a version of its own."""
+
+        def is_registered(names: AdapterTable) -> bool:
+            try:
+                names.get(name)
+            except UnknownAdapter:
+                return False
+            return True
+
+        return self._ask(is_registered)
 
     @abstractmethod
     def version_of(self, name: str) -> NamedVersion:
-        """The version that a name means at the moment; no step has to wait for it, nor does it wait for one."""
+        """The version that a request for a name uses now; no step has to wait for it, nor does it wait for one."""
 
     def put(
         self,
@@ -135,15 +159,15 @@ class BackendAdapters(ABC):
     ) -> Future[tuple[AdapterState, bool]]:
         """Register an adapter that `check_adapter` checked; tells whether it replaced another. Once the future has
         completed, no request for the newest version begins with the old one. Raises FileExistsError unless it may
-        `replace`, and for an existing version. label, keep: as in `AdapterStore.register`.
+        `replace`, and for an existing version. name, label, keep: as in `AdapterStore.register`.
         """
 
         def put(names: AdapterTable) -> tuple[AdapterState, bool]:
-            replaced = name in names
-            if replaced and not replace:
+            replaced, plain = name in names, plain_of(name, label)
+            if replaced and (plain != name or not replace):
                 raise FileExistsError(name)
-            if label and names.has_version(name, label):
-                raise FileExistsError(versioned(name, label))
+            if label and names.has_version(plain, label):
+                raise FileExistsError(versioned(plain, label))
             names.register(name, manifest, image, label=label, keep=keep)
             return names.state_of(name, names.get(name)), replaced
 
@@ -151,7 +175,7 @@ class BackendAdapters(ABC):
 
     def is_version(self, name: str) -> Future[bool]:
         """True for `name@version` of the newest or of a kept version."""
-        return self._ask(lambda names: names.get(name).name != name)
+        return self._ask(lambda names: not names.kept(name) and names.get(name).name != name)
 
     def versions(self, name: str) -> Future[list[AdapterState]]:
         """The newest version of a name and the kept ones; empty for a name that is not registered."""
@@ -166,7 +190,7 @@ class BackendAdapters(ABC):
         """Refuse new requests for all versions of a name, with AdapterPaused, or accept them again."""
 
         def pause(names: AdapterTable) -> None:
-            names.get(name)
+            names.get(_latest_name(names, name))
             (names.paused.add if paused else names.paused.discard)(name)
 
         return self._ask(pause)
@@ -260,6 +284,12 @@ def done(result: T) -> Future[T]:
 def is_current(names: AdapterTable, name: str, version: int) -> bool:
     """True if a name means the version with this number."""
     return name in names and names.get(name).version == version
+
+
+def _latest_name(names: AdapterTable, name: str) -> str:
+    """The name, or that of its latest kept version if it has no version of its own."""
+    kept = names.kept(name) if name not in names else ()
+    return kept[-1] if kept else name
 
 
 def _states(names: AdapterTable, registered: Iterable[tuple[str, Any]]) -> list[AdapterState]:

@@ -99,7 +99,7 @@ class EngineNames:
 
 class EngineAdapters(BackendAdapters):
     """The adapters of an engine, by name. call: runs a function of the engine between two steps. tell_ended: informs
-    clients of cancelled requests, even while no step runs. get: `AdapterStore.get`, from any thread.
+    clients of cancelled requests, even while no step runs. get: `AdapterStore.latest`, from any thread.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class EngineAdapters(BackendAdapters):
         *,
         get: Callable[[str], Adapter],
     ) -> None:
+        super().__init__()
         self.call = call
         self._get = get
         self._tell_ended = tell_ended

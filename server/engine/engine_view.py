@@ -16,7 +16,7 @@ from ...core.engine_stats import adapter_names_of, tenants_of
 from ...core.requests.request import RequestState
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.adapter_costs import AdapterCost
-from ...memory.adapters.versions import HasLabel, versioned
+from ...memory.adapters.versions import HasLabel, split_version, versioned
 from ...memory.pages.block import BASE_VERSION, Medium
 from ...memory.pages.pool import PageKind
 from .metric_families import label
@@ -140,7 +140,9 @@ class EngineView:
 
     def labels(self) -> frozenset[str]:
         """Metrics' labels of all registered adapters, with and without their versions."""
-        names = (each for name, one in self.registered for each in (name, versioned(name, one.label)))
+        names = (
+            each for name, one in self.registered for each in (name, split_version(name)[0], versioned(name, one.label))
+        )
         return frozenset(map(label, names))
 
 

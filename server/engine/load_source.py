@@ -31,10 +31,13 @@ class LoadSource(NamedTuple):
     settle: Settle = in_place
     """See `Backend.check_adapter`."""
 
+    is_push: bool = False
+    """A client loads it and waits until every replica of a cluster has it."""
+
     @classmethod
     def upload(cls, draft: StagedUpload) -> LoadSource:
         """Uploaded files, which get their final directory once they were checked."""
-        return cls(draft.directory, settle=partial(_sealed, draft))
+        return cls(draft.directory, settle=partial(_sealed, draft), is_push=True)
 
 
 def _sealed(draft: StagedUpload, manifest: AdapterManifest) -> AdapterManifest:

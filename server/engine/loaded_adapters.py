@@ -81,17 +81,18 @@ class LoadedAdapters:
             by_name.setdefault(entry.plain_name, []).append(entry)
         for name, entries in by_name.items():
             entries.sort(key=lambda one: (one.name == name, one.generation))  # the newest version last
-            for number, entry in enumerate(entries):
-                self._restore(worker, name, entry, keep=number + 1)
+            for entry in entries:
+                self._restore(worker, name, entry)
 
-    def _restore(self, worker: Backend, name: str, entry: Entry, keep: int) -> None:
+    def _restore(self, worker: Backend, name: str, entry: Entry) -> None:
         image = HostImage()
         try:
             manifest = worker.check_adapter(self._files.find(Path(entry.path)), (), image)
             if manifest.content_hash != entry.content_hash:
                 raise AdapterFormatError(f"{entry.path}: the files have changed since")
-            put = worker.adapters.put(name, manifest, image, replace=True, label=entry.label, keep=keep)
-            put.result()
+            put = worker.adapters.put(entry.name, manifest, image, replace=True, label=entry.label, keep=None)
+            state, _ = put.result()
+            worker.adapters.loaded_names.add(name, state.label)
             worker.adapters.pause(name, paused=entry.paused).result()
         except (AdapterFormatError, FileExistsError) as error:
             log.warning(

@@ -76,20 +76,28 @@ class NameChanges:
         self._disk.shutdown()
 
     def load(
-        self, name: str, manifest: AdapterManifest, image: HostImage, *, replace: bool, label: str | None, keep: int
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage,
+        *,
+        replace: bool,
+        label: str | None,
+        keep: int | None,
     ) -> tuple[AdapterState, bool]:
         """Make a checked adapter the newest version of a name; returns its state, and whether the name existed before.
 
-        label: the version; None: the name's next number. Registering the same content under an existing version changes
-        nothing. Raises FileExistsError for a name that it may not `replace`, LabelTaken, StorageUnavailable,
-        RegistryFull.
+        label: the version; None: the name's next number. keep: as in `plan_load`. Registering the same content under an
+        existing version changes nothing. Raises FileExistsError for a name that it may not `replace`, LabelTaken,
+        StorageUnavailable, RegistryFull.
         """
         adapters = self._adapters
+        own = versioned(name, label) if label and keep is None else name
         if self._names is None:
-            return adapters.put(name, manifest, image, replace=replace, label=label, keep=keep).result()
+            return adapters.put(own, manifest, image, replace=replace, label=label, keep=keep).result()
         with self._alone() as names:
             served = adapters.versions(name).result()
-            entry = Entry.of(name, manifest, label or "")
+            entry = Entry.of(own, manifest, label or "")
             there = names.find(versioned(name, label)) if label else None
             if there is not None and not any(one.label == label for one in served):  # it could not be restored
                 self._write(lambda: names.change(plan_removal(names, versioned(name, there.label))))
@@ -105,7 +113,7 @@ class NameChanges:
             if not plan.changes:
                 return _newest_or(adapters, name, plan.entry.label), True
             with self._undone(done):
-                put = adapters.put(name, manifest, image, replace=True, label=plan.entry.label, keep=keep)
+                put = adapters.put(own, manifest, image, replace=True, label=plan.entry.label, keep=keep)
                 state, existed = put.result()
             self._on_retired(done.retired)
             return state, existed
@@ -138,25 +146,28 @@ class NameChanges:
             self._adapters.pause(name, paused=paused).result()
             return
         with self._alone() as names:
-            state = self._adapters.state(name).result()
-            if (entry := names.get(name)) is None:
-                try:
-                    entry = Entry.of(name, with_content(state.manifest), state.label)
-                except AdapterFormatError as error:  # after a restart it is not served, either
-                    log.warning("adapter %s: whether it is paused could not be recorded for a restart: %s", name, error)
-                    self._adapters.pause(name, paused=paused).result()
-                    return
-            changes: Changes = [(name, entry._replace(paused=paused))]
+            self._adapters.state(name).result()
+            served = self._adapters.versions(name).result()
+            try:
+                entries = [
+                    names.get(one.name) or Entry.of(one.name, with_content(one.manifest), one.label)
+                    for one in ([one for one in served if one.name == name] or served)  # else it has only labels
+                ]
+            except AdapterFormatError as error:  # after a restart it is not served, either
+                log.warning("adapter %s: whether it is paused could not be recorded for a restart: %s", name, error)
+                self._adapters.pause(name, paused=paused).result()
+                return
+            changes: Changes = [(one.name, one._replace(paused=paused)) for one in entries]
             done = self._write(lambda: names.change(changes), lambda result: result)
             with self._undone(done):
                 self._adapters.pause(name, paused=paused).result()
 
-    def _unwritten(self, names: RegistryStore, name: str, served: list[AdapterState], keep: int) -> Entry | None:
+    def _unwritten(self, names: RegistryStore, name: str, served: list[AdapterState], keep: int | None) -> Entry | None:
         """The newest version of a name that the file does not have: one registered at startup."""
         newest = next((one for one in served if one.name == name), None)
         if newest is None or names.get(name) is not None:
             return None
-        manifest = with_content(newest.manifest) if keep > 1 else newest.manifest
+        manifest = newest.manifest if keep == 1 else with_content(newest.manifest)
         return Entry.of(name, manifest, newest.label, paused=newest.paused)
 
     @contextmanager

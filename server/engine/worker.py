@@ -81,7 +81,7 @@ class EngineWorker:
         exceptions are `check_adapter` and `check_weights`.
         """
         self._build = build
-        self.adapters = EngineAdapters(self.call, self._tell_ended, get=lambda name: self._engine.store.get(name))
+        self.adapters = EngineAdapters(self.call, self._tell_ended, get=lambda name: self._engine.store.latest(name))
         self.progress: int | None = None
         """Changes with every step and while adapters are being read; None while the engine is idle."""
         self.stalled: str | None = None
@@ -219,6 +219,8 @@ class EngineWorker:
         roots: Sequence[Path] = (),
         image: HostImage | None = None,
         settle: Settle = in_place,
+        *,
+        everywhere: bool = False,
     ) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, while steps go on. Raises AdapterFormatError.
 

@@ -86,6 +86,12 @@ class FakeStore:
     def names(self) -> list[str]:
         return list(self.tiers)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.tiers
+
+    def latest(self, name: str) -> SimpleNamespace:
+        return self.get(name)
+
     def get(self, name: str) -> SimpleNamespace:
         name = name.removesuffix("@1")
         if name not in self.tiers:

@@ -20,7 +20,7 @@ from ....memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ....memory.adapters.publishing import LabelTaken
 from ....memory.adapters.registry_store import RegistryFull
 from ....memory.adapters.store import UnknownAdapter
-from ....memory.adapters.versions import LABEL, MARK, number_of, split_version
+from ....memory.adapters.versions import LABEL, MARK, number_of, split_version, versioned
 from ....memory.files.directory import MAX_PATH_BYTES
 from ....memory.files.error import AdapterFormatError, shown
 from ....memory.files.format import is_one_file
@@ -29,7 +29,6 @@ from ...access.grants import NOWHERE
 from ...engine.adapter_loader import AdapterLoader
 from ...engine.backend import Backend
 from ...engine.backend_adapters import BackendAdapters
-from ...engine.base_after_load import BaseAfterLoad
 from ...engine.engine_view import AdapterState
 from ...engine.load_source import LoadSource
 from ...engine.sourced_adapters import SourcedAdapters
@@ -106,9 +105,7 @@ class NamedAdapter(AdapterBody):
     """
 
     keeps_labels: ClassVar[bool] = False
-    """`NAME@LABEL` may come beside other versions of the name, and without `keep_versions` retires none: other servers
-    take it for a name of its own.
-    """
+    """Without `keep_versions`, `NAME@LABEL` is a name of its own, as for other servers: a load retires nothing else."""
 
     name: AdapterName
     path: AdapterPath | None = None
@@ -250,9 +247,8 @@ class AdapterApi:
         loads: AdapterLoader,
         sourced: SourcedAdapters,
         threads: DaemonPool,
-        base_after_load: BaseAfterLoad,
     ) -> None:
-        """threads: pool for the list of the adapters. base_after_load: is told of loads."""
+        """threads: pool for the list of the adapters."""
         self._worker = worker
         self.names = worker.adapters
         self._settings = settings
@@ -261,7 +257,6 @@ class AdapterApi:
         self._sourced = sourced
         self.threads = threads
         self.load_seconds = settings.adapter_load_seconds
-        self._base_after_load = base_after_load
 
     # --- our own ---
 
@@ -420,30 +415,32 @@ class AdapterApi:
         replace = replace or bool(label and asked.keeps_labels)  # it replaces no version: a label means one content
         if upload is None:
             self._roots.require()
-            source = LoadSource(partial(self._roots.find, path or "", path_field), self._roots.roots)
+            find = partial(self._roots.find, path or "", path_field)
+            source = LoadSource(find, self._roots.roots, is_push=True)
         else:
             source = upload.source
         if asked.as_base:
             await self._loads.beside(self._loads.check_alone, "as_base")
-        keep = self._keep(asked, label)
+        keep = self._keep(asked)
+        own = versioned(name, label) if label and keep is None else name
         with _load_errors(asked, name_field, path_field, uploaded=upload is not None):
             load = self._loads.load(
                 name, source, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
             if asked.as_base is not None:
-                load.add_done_callback(partial(self._loads.loaded_as_base, name, request.state.caller, asked.as_base))
+                load.add_done_callback(partial(self._loads.loaded_as_base, own, request.state.caller, asked.as_base))
             if upload is not None:
                 upload.load = load
-            loaded = await asyncio.wrap_future(load)
-        self._base_after_load.loaded(request.state.tenant, name)
-        return loaded
+            state, replaced = await asyncio.wrap_future(load)
+        self.names.loaded_names.add(name, state.label)
+        return state, replaced
 
-    def _keep(self, asked: NamedAdapter, label: str) -> int:
-        """Number of versions of the name to keep."""
+    def _keep(self, asked: NamedAdapter) -> int | None:
+        """Number of versions of the name to keep; None: see `plan_load`."""
         if asked.keep_versions is not None:
             return asked.keep_versions
-        if label and asked.keeps_labels and "keep_versions" not in self._settings.model_fields_set:
-            return MOST_VERSIONS
+        if asked.keeps_labels and "keep_versions" not in self._settings.model_fields_set:
+            return None
         return self._settings.keep_versions
 
     async def unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
@@ -453,6 +450,9 @@ class AdapterApi:
         with known_name(name, field):
             removed = await self._loads.remove(name, force=force)
         self._sourced.forget(name)
+        plain = split_version(name)[0]
+        if not await asyncio.wrap_future(self.names.versions(plain)):
+            self.names.loaded_names.discard(plain)
         version = f"version {removed.label}, content {removed.content_hash}"
         text = "%s removed adapter %s: %s; %d requests were ended"
         audit.info(text, request.state.caller, name, version, removed.ended)

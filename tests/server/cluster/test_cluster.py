@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
+import shutil
 import signal
 import socket
 import threading
@@ -214,6 +217,33 @@ def test_a_path_outside_the_roots_and_a_broken_adapter_are_refused_as_by_one_ser
     assert "bad" not in [one["name"] for one in listed["data"]]
 
 
+def test_a_push_that_one_replica_can_not_read_fails_by_its_name_and_the_old_version_goes_on(up, roots):
+    def push(path):
+        return up.client.post("/v1/load_lora_adapter", json={**named, "lora_path": str(roots / path)})
+
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    named = {"lora_name": "pushed", "load_inplace": True}
+    assert push("upper").status_code == 200
+    shutil.copytree(roots / "reverse", roots / "pushed-later")
+    config = json.loads((roots / "pushed-later" / "adapter_config.json").read_text())
+    (roots / "pushed-later" / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 3}))
+    pid = up.replicas[1]
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, hard))
+    try:
+        answer = push("pushed-later")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        error = answer.json()["error"]
+        assert re.search(r"replica r\d can't load the adapter: .*Too many open files", error["message"])
+        assert error["code"] == "adapter_unreadable"
+        assert up.client.get("/v1/adapters/pushed").json()["path"] == str(roots / "upper")
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    assert push("pushed-later").status_code == 200
+    assert up.client.get("/v1/adapters/pushed").json()["path"] == str(roots / "pushed-later")
+    assert up.client.delete("/v1/adapters/pushed").status_code == 200
+
+
 def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
     for wrong, status in (({"model": "none"}, 404), ({"prompt": [10**6]}, 400), ({"max_tokens": -1}, 400)):
         body = {"model": "upper", "prompt": "abc\n", "max_tokens": 4, **wrong}
@@ -230,6 +260,29 @@ def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
     assert answer["finish_reason"] == "tool_calls"
     (call,) = answer["message"]["tool_calls"]
     assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["unit"] in "CF"
+
+
+def test_labels_of_other_servers_are_pinned_and_removed_each_by_itself(up):
+    def load(name, path, **fields):
+        body = {"lora_name": name, "lora_path": path, **fields}
+        return up.client.post("/load_lora_adapter", json=body).raise_for_status().json()["loaded_adapters"]
+
+    def pins():
+        listed = up.client.get("/v1/adapters").json()["data"]
+        return {one["name"]: one["pinned"] for one in listed if one["name"].startswith("org/n")}
+
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    load("org/n@v1", "upper", pinned=True)
+    load("org/n@v2", "reverse")
+    assert {"org/n@v1", "org/n@v2"} <= load("org/n", "reverse").keys()
+    assert pins() == {"org/n": False, "org/n@v1": True, "org/n@v2": False}
+    assert up.client.patch("/v1/adapters/org/n@v1", json={"pinned": False}).status_code == 200
+    assert up.client.patch("/v1/adapters/org/n@v2", json={"pinned": True}).json()["pinned"]
+    assert pins() == {"org/n": False, "org/n@v1": False, "org/n@v2": True}
+    assert up.client.post("/unload_lora_adapter", json={"lora_name": "org/n@v2"}).status_code == 200
+    assert pins() == {"org/n": False, "org/n@v1": False}
+    assert up.client.delete("/v1/adapters/org/n").status_code == 200
+    assert pins() == {}
 
 
 @pytest.mark.long
@@ -269,6 +322,10 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
                 assert set(threads.map(ask, [f"stored/{name}"] * 12)) == {(200, answer)}
                 assert 1 <= store.asked[f"/{name}/adapter_model.safetensors"] <= 3
         several.wait_until(lambda: {num_ended() for _ in range(8)} == {48})  # whichever API server is asked
+        base = several.client.get("/v1/models").json()["data"][0]["id"]
+        for _ in range(20):
+            assert post(base, "operator").status_code == 200
+        several.wait_until(lambda: several.metric("chorus_base_requests_after_load_total") == 20)
         assert post("mine", "frugal").status_code == 200
         time.sleep(2 * MERGE_SECONDS)
         assert {post("mine", "frugal").status_code for _ in range(12)} == {429}

@@ -14,6 +14,7 @@ from chorus.core.requests.types import FinishReason
 from chorus.memory.files.error import LoadFailure
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.dispatcher import DIED_TWICE, Dispatcher
+from chorus.server.cluster.fleet import RETRY_SECONDS
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Hello, ModelIdentity
 from chorus.server.cluster.router import Consolidate, Estimates, FirstFit, LeastDelay, MostIdle
@@ -251,6 +252,39 @@ def test_adapters_are_loaded_everywhere_and_requests_wait_for_the_first(api_serv
     api_server.down(b)
     end = api_server.ends()
     assert end[0].failure is LoadFailure.CHANGED and end[0].error == "it changed"
+
+
+def test_a_replica_tries_again_what_may_pass_and_nothing_else(api_server):
+    a, b = api_server.links
+    for content in ("passing", "wrong"):
+        api_server.ask(content, content)
+        api_server.frame(a, "loaded", content, None, None)
+    api_server.frame(b, "loaded", "passing", "adapter_unreadable", "Too many open files")
+    api_server.frame(b, "loaded", "wrong", "adapter_changed", "it changed")
+    b.sent.clear()
+    api_server.now = RETRY_SECONDS / 2
+    api_server.dispatcher.look()
+    api_server.ask("soon", "passing")
+    assert not b.sent, "it would be read again for each request"
+    api_server.now = RETRY_SECONDS
+    api_server.dispatcher.look()
+    api_server.ask("later", "passing")
+    api_server.ask("other", "wrong")
+    assert b.sent == [("load", "passing", "/adapters/passing")]
+    api_server.frame(b, "loaded", "passing", None, None)
+    api_server.ask("last", "passing")
+    assert api_server.at("last") is b
+
+
+def test_a_pinned_adapter_is_tried_again_without_a_request(api_server):
+    a, b = api_server.links
+    api_server.dispatcher.fleet.pin({"h1": Path("/adapters/h1")})
+    api_server.frame(a, "loaded", "h1", None, None)
+    api_server.frame(b, "loaded", "h1", "adapter_unreadable", "Too many open files")
+    b.sent.clear()
+    api_server.now = RETRY_SECONDS
+    api_server.dispatcher.look()
+    assert b.sent == [("load", "h1", "/adapters/h1")]
 
 
 def test_a_replaced_content_is_forgotten_with_its_last_request(api_server):

@@ -14,6 +14,7 @@ from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError, LoadFailure
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterPart
+from chorus.server.access.grants import ALL, Grant
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.catalog import Cluster, done, failed
 from chorus.server.cluster.registered_catalog import RegisteredCatalog
@@ -210,6 +211,84 @@ def test_versions_and_pauses_are_the_same_at_every_front(tmp_path):
         await three.client.stop()
         await two.remove("policy")
         assert versions(one) == versions(two) == {}
+
+    run(api_servers_of(test, disk=disk)(tmp_path))
+
+
+def test_labels_of_other_servers_are_names_of_their_own_at_every_front(tmp_path):
+    disk = {f"/a/{digit}": manifest(f"/a/{digit}", str(digit)) for digit in range(1, 6)}
+
+    def versions(api_server):
+        return {name: one.manifest.content_hash[0] for name, one in api_server.catalog.registered()}
+
+    async def test(directory, one, two):
+        async def put(api_server, digit, name, label=None):
+            put = api_server.catalog.put(name, disk[f"/a/{digit}"], None, replace=True, label=label, keep=None)
+            return await asyncio.wrap_future(put)
+
+        async def pin(name):
+            return await asyncio.wrap_future(one.catalog.pin(name))
+
+        for digit, label in ((1, "5"), (2, "3")):
+            state, existed = await put(one, digit, f"m@{label}", label)
+            assert (state.label, state.name, existed) == (label, f"m@{label}", False)
+        assert versions(one) == versions(two) == {"m@5": "1", "m@3": "2"}
+        assert two.content("m") == "2", "no version of its own: the label that came last"
+        with pytest.raises(UnknownAdapter):
+            await two.remove("m")
+        await asyncio.wrap_future(two.catalog.pause("m", paused=True))
+        await put(one, 3, "m@x", "x")
+        for name in ("m", "m@5", "m@x"):
+            with pytest.raises(AdapterPaused):
+                one.catalog.find(name)
+        three = ApiServer(disk)  # as after a restart
+        await three.follow(directory)
+        with pytest.raises(AdapterPaused):
+            three.catalog.find("m@5")
+        await three.client.stop()
+        await asyncio.wrap_future(one.catalog.pause("m", paused=False))
+        assert [await pin("m@5"), await pin("m@5")] == [False, True]
+        for digit in (3, 4):
+            await put(two, digit, "m")
+        assert versions(one) == versions(two) == {"m": "4", "m@5": "1", "m@3": "2", "m@x": "3"}
+        assert one.pins == two.pins == {"1" * 64: Path("/a/1")}, "the pin stays with its label"
+        await asyncio.wrap_future(one.catalog.unpin("m@5"))
+        await until(lambda: not one.pins and not two.pins)
+        await asyncio.wrap_future(one.catalog.pause("m", paused=True))
+        await two.remove("m@3")
+        for name in ("m", "m@x"):
+            with pytest.raises(AdapterPaused):
+                one.catalog.find(name)
+        await two.remove("m")
+        assert versions(one) == versions(two) == {} and not one.catalog.paused and not two.catalog.paused
+
+    run(api_servers_of(test, disk=disk)(tmp_path))
+
+
+def test_each_front_knows_what_clients_have_loaded_at_any(tmp_path):
+    disk = {f"/a/{digit}": manifest(f"/a/{digit}", str(digit)) for digit in range(1, 4)}
+
+    async def test(directory, one, two):
+        def latest():
+            return [each.catalog.loaded_names.latest(ALL) for each in (one, two)]
+
+        for each in (one, two):
+            each.catalog.register("start", disk["/a/3"])
+        await asyncio.wrap_future(one.catalog.pause("start", paused=True))
+        assert latest() == [None, None], "no client has loaded it"
+        await one.put(disk["/a/1"], "policy")
+        await two.put(disk["/a/2"], "policy")
+        assert latest() == ["policy@2"] * 2
+        two.catalog._is_sourced = lambda name: name == "stored/x"  # noqa: SLF001
+        await one.put(disk["/a/1"], "stored/x")
+        assert latest() == ["stored/x@1", "policy@2"], "requests load these"
+        three = ApiServer(disk)  # as after a restart
+        await three.follow(directory)
+        assert three.catalog.loaded_names.latest(Grant(adapters=("policy",))) == "policy@2"
+        await three.client.stop()
+        for name in ("policy", "stored/x"):
+            await one.remove(name)
+        assert latest() == [None, None]
 
     run(api_servers_of(test, disk=disk)(tmp_path))
 

@@ -188,6 +188,24 @@ def test_names_and_versions_are_there_after_a_restart(serve, reference, root, tm
     assert again.client.get(f"/v1/adapters/{NAME}").json()["version"] == len(CONTENTS) + 1, "numbers go on"
 
 
+def test_labels_of_other_servers_and_their_pause_are_there_after_a_restart(serve, reference, tmp_path):
+    live = serve()
+    for name, content in (("a@5", 0), ("a@3", 1), ("b@x", 0), ("b", 1), ("b@y", 2)):
+        assert push(live, reference.adapters[CONTENTS[content]], name).status_code == 200
+    live.client.patch("/v1/adapters/a", json={"paused": True})
+    before = live.client.get("/v1/adapters").json()["data"]
+    assert [one["name"] for one in before] == ["a@3", "a@5", "b", "b@x", "b@y"]
+    shutil.copytree(tmp_path / "uploads", tmp_path / "later")
+    again = serve(adapter_uploads=tmp_path / "later")
+    known = ("name", "version", "content_hash", "paused")
+    after = again.client.get("/v1/adapters").json()["data"]
+    assert [{key: one[key] for key in known} for one in after] == [{key: one[key] for key in known} for one in before]
+    assert error_of(again.post(model="a", prompt=[5]), 503) == "adapter_paused"
+    assert answer(again, reference, "b", CONTENTS[1]).startswith("b@1;")
+    again.client.patch("/v1/adapters/a", json={"paused": False})
+    assert answer(again, reference, "a", CONTENTS[1]).startswith("a@3;"), "the one that was loaded last"
+
+
 @pytest.mark.wide
 def test_no_answer_is_of_two_versions(serve, reference, root):
     """The quick form of `python -m tests.attacks.swaps`."""

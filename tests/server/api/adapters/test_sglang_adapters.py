@@ -155,6 +155,83 @@ def test_labels_of_a_name_are_adapters_beside_each_other(live, route):
     assert tokens(live, "org/name@v2") == tokens(live, "two")
 
 
+ROUTES = ["/v1/load_lora_adapter", "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"]
+
+
+def served(live):
+    return [one["id"] for one in live.client.get("/v1/models").json()["data"]][1:]
+
+
+def load(live, route, name, path, **fields):
+    answer = live.post(route, lora_name=name, lora_path=path, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_plain_name_is_beside_its_labels_and_replaces_only_itself(live, route):
+    load(live, route, "one", "r2-qv")
+    load(live, route, "two", "r8-attention")
+    load(live, route, "m@v1", "r2-qv")
+    load(live, route, "m@v2", "r8-attention")
+    assert served(live) == ["m@v1", "m@v2", "one", "two"]
+    load(live, route, "m", "r2-qv")
+    assert served(live) == ["m", "m@v1", "m@v2", "one", "two"]
+    again = {"load_inplace": True} if route == ROUTES[0] else {}
+    load(live, route, "m", "r8-attention", **again)
+    load(live, route, "m@v3", "r2-qv")
+    assert served(live) == ["m", "m@v1", "m@v2", "m@v3", "one", "two"]
+    wanted = {"m": "two", "m@v1": "one", "m@v2": "two", "m@v3": "one"}
+    assert {name: tokens(live, name) for name in wanted} == {a: tokens(live, b) for a, b in wanted.items()}
+    unload = "/unload_lora_adapter" if route == ROUTES[1] else "/v1/unload_lora_adapter"
+    assert live.post(unload, lora_name="m@v3").status_code == 200
+    assert served(live) == ["m", "m@v1", "m@v2", "one", "two"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_name_with_labels_alone_means_the_latest_and_is_not_loaded(live, route):
+    load(live, route, "m@v1", "r2-qv")
+    load(live, route, "m@v2", "r8-attention")
+    assert live.client.delete("/v1/adapters/m").status_code == 404
+    paused = live.client.patch("/v1/adapters/m", json={"paused": True})
+    assert paused.status_code == 200 and paused.json()["paused"], paused.text
+    load(live, route, "m@v3", "r2-qv")
+    for name in ("m", "m@v1", "m@v3"):
+        answer = live.post(model=name, prompt=[5])
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "adapter_paused"
+    assert live.client.delete("/v1/adapters/m@v3").status_code == 200
+    assert live.post(model="m", prompt=[5]).status_code == 503, "the others are paused still"
+    assert not live.client.patch("/v1/adapters/m", json={"paused": False}).json()["paused"]
+    assert tokens(live, "m") == tokens(live, "m@v2") != tokens(live, "m@v1")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_numbers_of_checkpoints_may_come_in_any_order(live, route):
+    for number, path in ((5, "r2-qv"), (3, "r8-attention")):
+        load(live, route, f"z@{number}", path)
+    assert served(live) == ["z@3", "z@5"]
+    taken = live.post(route, lora_name="z@3", lora_path="r2-qv")
+    assert taken.status_code == 400, "a label means one content"
+    load(live, route, "z", "r2-qv")
+    assert live.client.get("/v1/adapters/z").json()["version"] == 6
+
+
+def test_a_pin_is_a_label_s_and_the_list_has_all_labels(live):
+    load(live, ROUTES[1], "m@v1", "r2-qv", pinned=True)
+    listed = load(live, ROUTES[1], "m@v2", "r8-attention").json()["loaded_adapters"]
+    assert list(listed) == ["m@v1", "m@v2"]
+    load(live, ROUTES[1], "m", "r8-attention")
+    pins = {name: live.client.get(f"/v1/adapters/{name}").json()["pinned"] for name in ("m", "m@v1", "m@v2")}
+    assert pins == {"m": False, "m@v1": True, "m@v2": False}
+
+
+def test_a_label_of_another_server_may_serve_as_the_base(live):
+    load(live, ROUTES[0], "one", "r2-qv")
+    load(live, ROUTES[0], "m", "r8-attention")
+    load(live, ROUTES[0], "m@v1", "r2-qv", as_base=True)
+    assert tokens(live, "base") == tokens(live, "one") != tokens(live, "m")
+
+
 def test_the_versions_that_a_load_or_the_server_wants_kept_are_kept(start, reference, tmp_path, live):
     for label, path in (("v1", "r2-qv"), ("v2", "r8-attention")):
         body = {"lora_name": f"a@{label}", "lora_path": path, "keep_versions": 1}
@@ -175,3 +252,26 @@ def test_requests_for_the_base_after_a_load_are_a_sign(live):
     tokens(live, "policy")
     tokens(live, "base")
     assert "chorus_base_requests_after_load_total 1.0" in live.client.get("/metrics").text
+    live.post("/unload_lora_adapter", lora_name="policy")
+    tokens(live, "base")
+    assert "chorus_base_requests_after_load_total 1.0" in live.client.get("/metrics").text
+
+
+def test_a_rollout_s_key_of_another_tenant_is_a_sign_too(start, reference, tmp_path, live):
+    keys = tmp_path / "keys"
+    keys.write_text(
+        "sk-trainer-key ops admin=yes\nsk-rollout-key rollouts adapters=policy\nsk-other-key other adapters=x\n"
+    )
+    config = EngineConfig(model=reference.model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    live = start(Engine.from_config(config), adapter_roots=(tmp_path,), settings={"api_key_file": keys})
+
+    def told(key):
+        return {"authorization": f"Bearer sk-{key}-key"}
+
+    body = {"lora_name": "policy", "lora_path": "r2-qv"}
+    assert live.client.post("/v1/load_lora_adapter", json=body, headers=told("trainer")).status_code == 200
+    for key in ("rollout", "other", "rollout"):
+        asked = {"model": "base", "prompt": [5], "max_tokens": 1}
+        assert live.client.post("/v1/completions", json=asked, headers=told(key)).status_code == 200
+    metrics = live.client.get("/metrics", headers=told("trainer")).text
+    assert "chorus_base_requests_after_load_total 2.0" in metrics
