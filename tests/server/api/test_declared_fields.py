@@ -14,7 +14,8 @@ from chorus.server.app import create_app  # noqa: F401 - imports all bodies
 SOURCE = Path(chorus.server.__file__).parent
 
 HARMLESS = {
-    ("LoadLoraAdapter", "is_3d_lora_weight"): "the adapter's tensors tell it",
+    **{(kind, "is_3d_lora_weight"): "the adapter's tensors tell it" for kind in ("LoadForSkyrl", "LoadLoraAdapter")},
+    ("Pause", "clear_cache"): "kept requests keep their KV, in vLLM too, and only keep is supported",
     ("StreamOptions", "include_obfuscation"): "padding of chunks, which changes no content",
 }
 
