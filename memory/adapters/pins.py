@@ -69,13 +69,22 @@ class Pins:
     def wake(self) -> list[tuple[Adapter, Exception]]:
         """Load the adapters again. Those that can't be are no longer pinned: they are returned, with the errors."""
         failed: list[tuple[Adapter, Exception]] = []
-        if self.is_asleep:
-            self.is_asleep = False
-            for adapter in list(self._pinned):
+        if not self.is_asleep:
+            return failed
+        acquired: list[Adapter] = []
+        try:
+            for adapter in self._pinned:
                 try:
                     self._acquire(adapter)
+                    acquired.append(adapter)
                 except (AdapterFormatError, OutOfPages) as error:
-                    del self._pinned[adapter]
-                    self._let_go(adapter)
                     failed.append((adapter, error))
+        except BaseException:  # asleep as before, so that it can be tried again
+            for adapter in acquired:
+                self._release(adapter)
+            raise
+        self.is_asleep = False
+        for adapter, _ in failed:
+            del self._pinned[adapter]
+            self._let_go(adapter)
         return failed

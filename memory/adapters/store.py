@@ -453,6 +453,6 @@ class AdapterStore:
         if adapter.pages:
             self.evict(adapter)
         self.images.drop(adapter)
-        if adapter.name not in self._current:
+        if adapter.name not in self._current and not self._current.kept(adapter.name):
             self.spent.forget(adapter.name)
         self.on_leaving(adapter, True)

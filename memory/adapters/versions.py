@@ -51,6 +51,11 @@ def plain_of(name: str, label: str | None) -> str:
     return plain if own and own == label else name
 
 
+def full_name(name: str, label: str) -> str:
+    """`name@label` of a version, which may be its own name already."""
+    return versioned(plain_of(name, label), label)
+
+
 class VersionNames(Generic[V]):
     """Maps names to versions. Iterates over names; kept versions are names, too, oldest first."""
 
@@ -69,7 +74,8 @@ class VersionNames(Generic[V]):
         one = self._all.get(name)
         if one is None:
             plain, label = split_version(name)
-            newest = self._all.get(plain) if label else None
+            is_own = plain_of(plain, label) != plain  # `name@label` is an adapter of its own, and no version of it is
+            newest = self._all.get(plain) if label and not is_own else None
             one = newest if newest is not None and newest.label == label else None
         return one
 

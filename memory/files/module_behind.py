@@ -1,6 +1,6 @@
 """A module behind all layers, which this program has in the last one.
 
-Tests: tests/memory/files/test_layer_numbers.py
+Tests: tests/memory/files/names/test_layer_numbers.py
 """
 
 from __future__ import annotations

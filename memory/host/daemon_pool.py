@@ -289,11 +289,10 @@ _LEAST_PRIORITY = 19
 
 
 def stand_back(steps: int) -> None:
-    """Lower the calling thread's priority, if the system allows it, by so many steps, or to the least.
+    """Lower the calling thread's priority to so many steps below the process's or the least, if the system allows it.
 
-    On Linux a priority is a thread's own, and that of the threads that it starts.
+    On Linux a priority is a thread's own, and that of the threads that it starts: they stand back no further.
     """
     with suppress(OSError, AttributeError):
-        number = threading.get_native_id()
-        nice = os.getpriority(os.PRIO_PROCESS, number) + steps
-        os.setpriority(os.PRIO_PROCESS, number, min(nice, _LEAST_PRIORITY))
+        nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + steps
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(nice, _LEAST_PRIORITY))

@@ -29,7 +29,7 @@ async def read_fields(kind: type[T], request: Request) -> T:
     """
     given = _from_query(kind, request)
     async with read_body(request, MAX_BODY_BYTES) as body:
-        in_body = validated(RootModel[dict[str, Any]], body).root if body.strip() else {}
+        in_body = validated(RootModel[dict[str, Any] | None], body).root or {} if body.strip() else {}
     for name, value in in_body.items():
         if value is None:
             continue

@@ -51,6 +51,12 @@ class PauseGeneration(BaseModel):
     mode: str = "abort"
 
 
+class ContinueGeneration(BaseModel):
+    """POST /continue_generation."""
+
+    torch_empty_cache: bool = True
+
+
 class SleepFields(BaseModel):
     """POST /sleep."""
 
@@ -155,7 +161,8 @@ class EngineControl:
         return JsonResponse({"status": "ok", "message": f"Generation {await self._freeze(request, frozen=True)}."})
 
     async def continue_generation(self, request: Request) -> Response:
-        await read_fields(NoFields, request)
+        """SGLang's; `torch_empty_cache` has no effect, since a pause leaves no memory to be freed."""
+        await read_fields(ContinueGeneration, request)
         return JsonResponse({"status": "ok", "message": f"Generation {await self._freeze(request, frozen=False)}."})
 
     async def is_paused(self, request: Request) -> Response:

@@ -20,7 +20,7 @@ from ...memory.adapters.adapter import check_name
 from ...memory.adapters.composed_names import ComposedNames
 from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ...memory.adapters.store import UnknownAdapter
-from ...memory.adapters.versions import VersionNames, plain_of, split_version, versioned
+from ...memory.adapters.versions import VersionNames, full_name, plain_of, split_version, versioned
 from ...memory.files.composed import composed, paths_of
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..engine.backend_adapters import AdapterTable, BackendAdapters, done, is_current
@@ -55,7 +55,7 @@ class CatalogEntry:
     @property
     def versions(self) -> str:
         """Its version, or those that it is composed of."""
-        return AND.join(versioned(each.name, each.label) for each in self.sources or (self,))
+        return AND.join(full_name(each.name, each.label) for each in self.sources or (self,))
 
 
 @dataclass(frozen=True, slots=True)

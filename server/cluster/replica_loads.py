@@ -55,11 +55,15 @@ class ReplicaLoads:
         is_push: every replica that takes requests must have it; those that could not read it try again. Raises
         AdapterFormatError if no replica could, EngineUnavailable if none is connected, ReplicaRefused.
         """
-        deadline = time.monotonic() + RETRY_SECONDS
+        deadline = 0.0
         while not self._load_once(content_hash, path, everywhere=is_push):
+            deadline = deadline or time.monotonic() + RETRY_SECONDS
             refused = self._refused(content_hash)
-            if refused and not (is_push and _may_pass(refused) and time.monotonic() < deadline):
+            is_late = time.monotonic() >= deadline
+            if refused and (is_late or not (is_push and _may_pass(refused))):
                 raise self._error(content_hash, refused, is_push=is_push)
+            if is_late:  # its requests, which fail for it, have taken the reasons
+                raise EngineUnavailable("no replica could load the adapter; try again later")
             time.sleep(RETRY_PAUSE)
 
     def _load_once(self, content_hash: str, path: Path, *, everywhere: bool) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.requests.types import TokenLogprobs
-from ...memory.adapters.versions import versioned
+from ...memory.adapters.versions import full_name
 from ..engine.generation import Choice, Delta, Generation
 from ..text.output_parts import ParsedMessage, Part, PartKind, ToolCall
 
@@ -94,4 +94,4 @@ def _completion(
 def used_adapter(choice: Choice) -> str | None:
     """`NAME@VERSION` of the adapter that a choice used; None: the base model."""
     bound = choice.request.bound
-    return None if bound is None else versioned(bound.name, bound.label)
+    return None if bound is None else full_name(bound.name, bound.label)

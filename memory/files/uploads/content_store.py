@@ -31,6 +31,9 @@ DRAFT, GONE = ".draft-", ".gone-"
 ROOM_FILE = ".room"
 """A file of a staged upload; it is as long as the bytes reserved for the upload."""
 
+ROOM_STEP = 16 << 20
+"""Most bytes that are written at once without being counted from the start."""
+
 CONTENT_NAME = re.compile(r"[0-9a-f]{64}")
 """The name of a complete directory."""
 
@@ -212,6 +215,8 @@ class StagedUpload:
 
     def end(self, *, failed: bool = False) -> None:
         """Stop writing and release the files. failed: nothing may need the sealed directory."""
+        for copy in list(self._copies.values()):
+            copy.stop()  # a `seal` that waits for it has the lock
         with self._busy:
             if not self._is_over:
                 self._is_over = True
@@ -278,6 +283,8 @@ class StagedUpload:
         self._reserve(more)
         if name not in self._files:
             digest = None if name in self._known_later else hashlib.sha256()
+            if digest is None and self._store.spare is not None:
+                self._store.spare.drop()  # which is for copies: the disk may have no room for both
             self._files[name] = (self._path / name).open("xb"), digest
         return self._files[name]
 
@@ -289,6 +296,8 @@ class StagedUpload:
         if (lacking := self.num_bytes + more - self._reserved) > 0:
             self._store.reserve(lacking)
             self._reserved += lacking
+            if lacking > ROOM_STEP:  # before the bytes are there, others must count them
+                os.truncate(self._path / ROOM_FILE, self._reserved)
         self.num_bytes += more
 
     def directory(self) -> Path:

@@ -10,10 +10,12 @@ import threading
 from io import FileIO
 from pathlib import Path
 
+from ..given_up import check_wanted
 from ..tensor_file import FileIdentity
 from .lent_files import lend
 
 _PIECE = 16 << 20
+_LOOK_SECONDS = 0.1
 
 
 class FileCopy:
@@ -30,8 +32,10 @@ class FileCopy:
         self._source = os.dup(source.fileno())  # whoever gave it may close it meanwhile
         try:
             status = os.fstat(self._source)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            self._file = _opened(path)
             try:
+                present = os.fstat(self._file).st_size  # which counts as the upload's
+                os.ftruncate(self._file, min(status.st_size, present))
                 self._end_loan = lend(path, self._source)
             except BaseException:
                 os.close(self._file)
@@ -55,17 +59,24 @@ class FileCopy:
                 self._ended.set()
 
     def finish(self) -> None:
-        """Wait for the copy; from now on the path is it. Raises OSError, and what `run` met."""
-        self._ended.wait()
+        """Wait for the copy; from now on the path is it. Raises OSError, GivenUp, and what `run` met."""
+        while not self._ended.wait(_LOOK_SECONDS):
+            check_wanted()
+            if self._stopped:
+                break
         if self._error is not None:
             raise self._error
         if not self._is_whole:
             raise OSError("the copy was given up")
         self._end_loan()
 
-    def close(self) -> None:
-        """Stop copying, unless it is done."""
+    def stop(self) -> None:
+        """Copy no more, unless it is done: `finish` need not wait."""
         self._stopped = True
+
+    def close(self) -> None:
+        """The same, and end the loan."""
+        self.stop()
         with self._copying:
             self._ended.set()
             if self._source >= 0:
@@ -75,7 +86,6 @@ class FileCopy:
                 self._source = self._file = -1
 
     def _copy(self) -> None:
-        os.ftruncate(self._file, min(self.num_bytes, os.fstat(self._file).st_size))
         done = 0
         while done < self.num_bytes and not self._stopped:
             sent = os.sendfile(self._file, self._source, done, min(_PIECE, self.num_bytes - done))
@@ -85,3 +95,13 @@ class FileCopy:
         if done == self.num_bytes:
             os.fsync(self._file)
             self._is_whole = True
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file to write, which may be there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except PermissionError:  # a backup may have come back read-only
+        path.unlink()
+        return os.open(path, flags | os.O_EXCL, 0o666)

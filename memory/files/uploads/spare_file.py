@@ -35,15 +35,18 @@ class SpareFile:
         self._lock = threading.Lock()
         self._folder: tuple[Path, int] | None = None
         self._since = 0.0
+        self._is_closed = False
         self.num_bytes = 0
         """Of the file; 0 without one."""
 
     def keep(self, directory: Path) -> None:
         """Take the largest file of a directory that nobody uses, unless the present one is larger."""
         with self._lock, suppress(OSError):
-            found = [(entry.stat(follow_symlinks=False).st_size, entry.path) for entry in os.scandir(directory)]
-            size, path = max(found, default=(0, ""))
-            if size >= max(LEAST_BYTES, self.num_bytes):
+            found = [(entry.stat(follow_symlinks=False), entry.path) for entry in os.scandir(directory)]
+            # another name of a file must not lose its content
+            alone = [(status.st_size, path) for status, path in found if status.st_nlink == 1]
+            size, path = max(alone, default=(0, ""))
+            if size >= max(LEAST_BYTES, self.num_bytes) and not self._is_closed:
                 os.replace(path, self._file())
                 self.num_bytes, self._since = size, self._clock()
 
@@ -65,7 +68,7 @@ class SpareFile:
     def close(self) -> None:
         """Remove the file and its folder."""
         with self._lock:
-            self.num_bytes = 0
+            self.num_bytes, self._is_closed = 0, True
             if self._folder is not None:
                 folder, fd = self._folder
                 self._folder = None

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....memory.adapters.store import UnknownAdapter
-from ....memory.adapters.versions import versioned
+from ....memory.adapters.versions import full_name
 from ...engine.engine_view import AdapterState
 from ...errors import ApiError, JsonResponse
 from ...settings import AdapterName
@@ -70,7 +70,7 @@ class SglangAdapters:
             if replaced:
                 return await self._answer(request, note=f"{name!r} is loaded, but not pinned: {error}")
             with suppress(ApiError):  # it is gone already
-                await self._adapters.unload(request, versioned(seen.name, seen.label), "lora_name", force=False)
+                await self._adapters.unload(request, full_name(seen.name, seen.label), "lora_name", force=False)
             raise
         return await self._answer(request)
 

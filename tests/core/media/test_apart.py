@@ -17,9 +17,9 @@ OWN = os.getpriority(os.PRIO_PROCESS, 0)
 """Of the process that runs the tests: 0, unless someone gave them a lower one."""
 
 
-def lower(times: int = 1) -> int:
+def lower() -> int:
     """The priority of what works apart."""
-    return min(19, OWN + 10 * times)
+    return min(19, OWN + 10)
 
 
 def priority_and_threads() -> tuple[int, int]:
@@ -33,14 +33,16 @@ def test_other_threads_keep_theirs() -> None:
     assert priority_and_threads() == before
 
 
-def test_a_server_of_low_priority_has_an_encoder_of_a_lower_one() -> None:
+def test_threads_that_one_of_them_starts_stand_back_no_further() -> None:
+    """A thread of a pool starts the next one, which inherits its priority."""
+
     def twice() -> tuple[int, int]:
         work_apart(1)
         first = priority_and_threads()[0]
-        work_apart(1)
-        return first, priority_and_threads()[0]
+        found = DaemonPool("inner", 1, initializer=lambda: work_apart(1)).submit(priority_and_threads).result(60)
+        return first, found[0]
 
-    assert DaemonPool("test", 1).submit(twice).result(60) == (lower(), lower(2))
+    assert DaemonPool("test", 1).submit(twice).result(60) == (lower(), lower())
 
 
 def test_the_encoder_works_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,27 @@ def test_what_finds_no_room_awake_is_no_longer_pinned(memory, store, pool):
     check(store, pool)
 
 
+def test_a_wake_that_fails_can_be_tried_again(memory, store, pool, backend, monkeypatch):
+    a, b = register(store, a="four", b="two")
+    for adapter in (a, b):
+        store.pins.add(adapter)
+    sleep(memory)
+    acquire = store.acquire
+
+    def fails(adapter):
+        if adapter is b:
+            raise MemoryError
+        acquire(adapter)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.pins, "_acquire", fails)
+        with pytest.raises(MemoryError):
+            store.pins.wake()
+    assert store.pins.is_asleep and (a.references, a.requests, b.references, b.requests) == (0, 1, 0, 1)
+    assert store.pins.wake() == [] and (a.references, b.references) == (1, 1)
+    check(store, pool)
+
+
 @pytest.mark.parametrize("how", ["reload", "unregister"])
 def test_a_pin_ends_with_its_version(store, pool, how):
     (old,) = register(store, a="four")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.memory.adapters.versions import VersionNames, split_version
+from chorus.memory.adapters.versions import VersionNames, full_name, split_version
 
 
 def put(names, name, label, keep=1):
@@ -42,4 +42,9 @@ def test_a_name_with_a_mark_that_is_no_version_stays():
     put(names, "c@x", "x", None)
     put(names, "c", "y", None)
     assert names.kept("c") == ["c@x"] and put(names, "c", "z", None) == ["y"] and "c@x" in names
+    assert names.find("c@x@x") is None, "a version of its own has no versions"
     assert names.pop("c@x").label == "x" and names.kept("c") == []
+
+
+def test_a_version_is_named_once():
+    assert full_name("a", "1") == full_name("a@1", "1") == "a@1" and full_name("a@1", "2") == "a@1@2"

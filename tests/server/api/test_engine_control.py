@@ -175,6 +175,8 @@ def test_reading_routes_take_no_fields_either(start, fake_engine):
         ("/resume", {}),
         ("/pause_generation", {"mode": "in_place", "rid": None}),
         ("/continue_generation", {}),
+        ("/continue_generation", {"torch_empty_cache": False}),
+        ("/continue_generation", None),
         ("/reset_prefix_cache", {"reset_running_requests": False}),  # SkyRL
         ("/flush_cache?timeout=30", None),
         ("/flush_cache", {}),

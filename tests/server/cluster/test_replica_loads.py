@@ -19,6 +19,7 @@ from chorus.server.cluster.report import Hello, ModelIdentity
 from chorus.server.cluster.router import POLICIES, Estimates
 from chorus.server.cluster.wire import Frame
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from chorus.server.errors import EngineUnavailable
 from chorus.server.settings import Settings
 
 HELLO = Hello(ModelIdentity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,)), 8, 8, 16, 1 / 16, 1)
@@ -90,6 +91,16 @@ def test_an_adapter_that_all_replicas_find_wrong_is_wrong_and_one_that_none_coul
     for links, error, text in cases:
         with worker_of(*links) as worker, pytest.raises(error, match=text):
             worker.check_adapter(BUILTIN_ADAPTERS / "upper", everywhere=True)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("is_push", [True, False])
+def test_a_load_ends_when_others_take_its_failures(monkeypatch, is_push):
+    """Requests for the adapter end with the replicas' reasons, which they take away."""
+    only = Answering("r0", *[BUSY] * 1000)
+    monkeypatch.setattr(replica_loads.ReplicaLoads, "_refused", lambda self, content_hash: {})
+    with worker_of(only) as worker, pytest.raises(EngineUnavailable, match="no replica could load the adapter"):
+        worker.check_adapter(BUILTIN_ADAPTERS / "upper", everywhere=is_push)
 
 
 @pytest.mark.usefixtures("_quick")

@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 
 from chorus.memory.files.directory import AdapterDirectory
+from chorus.memory.files.uploads import content_store
 from chorus.memory.files.uploads.content_store import ContentStore, StoreFull, TooLarge
 
 WEIGHTS = "adapter_model.safetensors"
@@ -87,6 +88,17 @@ def test_a_copy_that_is_too_large_or_not_sealed_leaves_nothing(store, tmp_path):
             with pytest.raises(ValueError, match=f"{name} is written already, or hashed"):
                 draft.copy_beside(name, given)
     assert list(store.root.iterdir()) == []
+
+
+def test_a_copy_counts_before_its_bytes_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(content_store, "ROOM_STEP", 10)
+    store = ContentStore(tmp_path / "uploads", 100, 250)
+    (tmp_path / "given").write_bytes(bytes(80))
+    with (tmp_path / "given").open("rb", buffering=0) as given, store.draft(known_later=[WEIGHTS]) as draft:
+        draft.copy_beside(WEIGHTS, given)
+        store.recount()
+        assert store.num_bytes == 80
+    assert store.num_bytes == 0
 
 
 def test_only_what_nothing_uses_is_removed(store):

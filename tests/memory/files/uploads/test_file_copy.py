@@ -7,6 +7,7 @@ import time
 import pytest
 
 from chorus.memory.files.directory import AdapterDirectory
+from chorus.memory.files.given_up import GivenUp, wanted_while
 from chorus.memory.files.uploads import file_copy
 from chorus.memory.files.uploads.file_copy import FileCopy
 
@@ -61,6 +62,7 @@ def test_it_is_written_over_what_counts_no_more(given, tmp_path, size):
     path = tmp_path / "copy"
     path.write_bytes(b"x" * size)
     copy = FileCopy(path, given)
+    assert path.stat().st_size <= 100_000, "what is there counts as the upload's"
     copy.run()
     copy.finish()
     copy.close()
@@ -105,6 +107,35 @@ def test_one_that_never_began_is_given_up(given, tmp_path):
     with pytest.raises(OSError, match="given up"):
         copy.finish()
     assert number_of_descriptors() == before and opened(tmp_path / "copy") == b""
+
+
+def test_who_waits_for_it_stops_when_nobody_wants_it_or_it_is_stopped(given, tmp_path):
+    copy = FileCopy(tmp_path / "copy", given)
+    wanted = iter([True, True, False])
+    with wanted_while(lambda: next(wanted)), pytest.raises(GivenUp):
+        copy.finish()
+    threading.Timer(0.05, copy.stop).start()
+    with pytest.raises(OSError, match="given up"):
+        copy.finish()
+    copy.close()
+
+
+def test_a_file_that_is_read_only_is_replaced(given, tmp_path, monkeypatch):
+    path = tmp_path / "copy"
+    path.write_bytes(b"x")
+    system_open = os.open
+
+    def refused(name, flags, *more):
+        if name == path and not flags & os.O_EXCL:
+            raise PermissionError(13, "Permission denied")
+        return system_open(name, flags, *more)
+
+    monkeypatch.setattr(file_copy.os, "open", refused)
+    copy = FileCopy(path, given)
+    copy.run()
+    copy.finish()
+    copy.close()
+    assert path.read_bytes() == (tmp_path / "given").read_bytes()
 
 
 def fails(error):

@@ -149,3 +149,32 @@ def test_nothing_is_lost_when_it_cannot_be_moved(opened, put, monkeypatch):
     assert store.spare.num_bytes == 90
     spare.keep(store.root / "not there")
     assert store.spare.num_bytes == 90
+
+
+def test_a_file_with_another_name_is_not_written_over(opened, put, tmp_path):
+    store = opened()
+    path = put(store, b"1" * 90)
+    os.link(path / WEIGHTS, tmp_path / "backup")
+    retire(store, path)
+    assert store.spare.num_bytes == 0
+    put(store, b"2" * 90)
+    assert (tmp_path / "backup").read_bytes() == b"1" * 90
+
+
+def test_a_disk_that_has_no_room_for_both_holds_what_is_sent(opened, put):
+    """An upload whose bytes come in the request is written to a new file."""
+    store = opened()
+    retire(store, put(store, b"1" * 90))
+    with store.draft(known_later=[WEIGHTS]) as draft:
+        draft.write("adapter_config.json", b"{}")
+        assert store.spare.num_bytes == 90
+        draft.write(WEIGHTS, b"2")
+        assert store.spare.num_bytes == 0 and os.listdir(folders(store)[0]) == []
+
+
+def test_nothing_is_kept_after_the_end(opened, put):
+    store = opened()
+    path, spare = put(store, b"1" * 90), store.spare
+    store.close()
+    spare.keep(path)
+    assert spare.num_bytes == 0 and folders(store) == [] and (path / WEIGHTS).exists()

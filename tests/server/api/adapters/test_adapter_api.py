@@ -330,7 +330,7 @@ class TestPins:
         assert error_of(self.pin(live, "nobody", True), 404) == (None, "adapter_not_found")
         assert error_of(self.pin(live, "nobody", False), 404) == (None, "adapter_not_found")
         assert error_of(self.pin(live, "first", "yes"), 400)[0] == "pinned"
-        monkeypatch.setattr(type(live.engine.store), "num_pinned_pages", 1 << 20)
+        monkeypatch.setattr(type(live.engine.store.pins), "num_pages", 1 << 20)
         assert error_of(self.pin(live, "first", True), 400) == ("pinned", "no_room_to_pin")
 
     def test_bodies_that_are_no_json_are_refused(self, live):

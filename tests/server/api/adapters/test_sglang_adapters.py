@@ -116,6 +116,22 @@ def test_a_new_adapter_that_can_not_be_pinned_is_not_loaded(live):
     assert again.status_code == 200 and name in again.json()["loaded_adapters"], "a retry without the pin"
 
 
+@pytest.mark.parametrize("has_plain", [True, False])
+def test_a_label_that_can_not_be_pinned_takes_no_other_version_away(live, has_plain):
+    if has_plain:
+        live.post("/load_lora_adapter", lora_name="policy", lora_path="r2-qv")
+    live.post("/load_lora_adapter", lora_name="policy@v1", lora_path="r2-qv")
+    before = tokens(live, "policy@v1")
+    pin_until_full(live)
+    refused = live.post("/load_lora_adapter", lora_name="policy@v2", lora_path="r8-attention", pinned=True)
+    assert refused.status_code == 400 and not refused.json()["success"], refused.text
+    loaded = refused.json()["loaded_adapters"]
+    assert ("policy" in loaded) == has_plain and "policy@v1" in loaded and "policy@v2" not in loaded
+    assert tokens(live, "policy") == tokens(live, "policy@v1") == before
+    gone = live.post("/unload_lora_adapter", lora_name="policy@v1@v1")
+    assert not gone.json()["success"] and tokens(live, "policy@v1") == before
+
+
 def test_a_replaced_adapter_that_can_not_be_pinned_serves_and_says_so(live):
     live.post("/load_lora_adapter", lora_name="policy", lora_path="r2-qv")
     pin_until_full(live)
