@@ -15,6 +15,7 @@ SOURCE = Path(chorus.server.__file__).parent
 
 HARMLESS = {
     **{(kind, "is_3d_lora_weight"): "the adapter's tensors tell it" for kind in ("LoadForSkyrl", "LoadLoraAdapter")},
+    ("ContinueGeneration", "torch_empty_cache"): "a pause leaves no memory to be freed",
     ("Pause", "clear_cache"): "kept requests keep their KV, in vLLM too, and only keep is supported",
     ("StreamOptions", "include_obfuscation"): "padding of chunks, which changes no content",
 }
