@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\((?![\w+.-]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def faults(version: str) -> list[str]:
-    """What the release still needs, in the working directory."""
+    """The reasons why the working directory can't be published as the release."""
     found = []
     if left := sorted(path.name for path in Path("changelog.d").glob("*.*.md")):
         found.append(f"changelog.d has {', '.join(left)}; run towncrier build --version {version}")

@@ -26,7 +26,7 @@ class Pins:
     ) -> None:
         """acquire, release, let_go: of the store."""
         self._acquire, self._release, self._let_go = acquire, release, let_go
-        self._pinned: dict[Adapter, None] = {}  # in order: what is loaded must not depend on addresses
+        self._pinned: dict[Adapter, None] = {}  # a dict keeps the order in which they were pinned
         self.is_asleep = False
 
     def __contains__(self, adapter: Adapter) -> bool:

@@ -114,8 +114,9 @@ class ClusterWorker:
         self.adapters, self._follow = Catalog(cluster), None
         if registry is not None:
             rules = settings.adapter_rules
-            is_sourced = lambda name: rules.find(name) is not None  # noqa: E731
-            self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter, is_sourced)
+            self.adapters = registered = RegisteredCatalog(
+                cluster, self.check_adapter, is_sourced=lambda name: rules.find(name) is not None
+            )
             self._follow = partial(registered.follow, registry)
         self._has_copy = registry is None  # names in the registry
         self._config = _with_tower(settings)

@@ -88,7 +88,7 @@ class GgufFile:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Fields of the text model in the config.json next to the file; empty if there is no such file."""
+        """The fields of config.json, next to the file, that describe the text model; empty without that file."""
         path = self.path.parent / "config.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

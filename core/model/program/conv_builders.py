@@ -108,7 +108,7 @@ class ConvolvedBuilder(LayerBuilder):
         return super()._experts(spec, rows, out, self._routed(rows) if spec.router_size else routed)
 
     def _routed(self, rows: str) -> str:
-        """What the router takes."""
+        """The name of the rows for the router: what a small network makes of these rows and the layer before."""
         low = self._gemm(Group.ROUTER_DOWN, rows, "rl")
         before, weight = (ROUTED, "routed_scale") if self.spec.takes_routed else (None, None)
         low = self._put(CarryRouted(low, before, weight))

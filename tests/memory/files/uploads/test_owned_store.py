@@ -14,18 +14,6 @@ from chorus.memory.files.uploads.content_store import StoreFull
 from chorus.memory.files.uploads.owned_store import LOST, LOST_SECONDS, ORPHAN_SECONDS, OtherOwner, OwnedStore, Owner
 
 
-class Clock:
-    now = 1e9
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def opened(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(owned_store, "CLAIM_SECONDS", 0.1)

@@ -12,18 +12,6 @@ from chorus.memory.files.uploads.spare_file import SPARE_SECONDS, SpareFile
 WEIGHTS = "adapter_model.safetensors"
 
 
-class Clock:
-    now = 1e9
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def opened(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(spare_file, "LEAST_BYTES", 50)

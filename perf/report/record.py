@@ -1,10 +1,10 @@
-"""Runs the measurements of README's table, and keeps what they print: `python -m chorus.perf.bench.record FOLDER`.
+"""Runs the measurements of README's table, and keeps what they print: `python -m chorus.perf.report.record FOLDER`.
 
 A new folder `cpu-DATE-COMMIT` below FOLDER gets a file for each command that ends well, and FOLDER the page of all runs
 that `chorus.perf.report.history` draws. Fails if a command fails, after the others have run. A command that misses a
 goal of its own has measured, and counts.
 
-Tests: tests/perf/bench/test_record.py
+Tests: tests/perf/report/test_record.py
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..report import history
-from ..report.command import parser, say
-from .machine import processor
+from . import history
+from .command import parser, say
 
 COMMANDS = {
     "many_adapters": "chorus.perf.bench.many_adapters",
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("folder", type=Path, help="of all runs")
     command.add_argument("--commit", required=True, help="what is measured, at least seven digits of its hash")
-    command.add_argument("--machine", default="", help="what to say of it, beside its processor")
+    command.add_argument("--machine", required=True, help="what it is, and whether it was idle")
     command.add_argument("--only", nargs="+", choices=COMMANDS, default=[*COMMANDS], metavar="NAME")
     args = command.parse_args(argv)
     name = f"cpu-{datetime.now(UTC):%Y-%m-%d}-{args.commit[:8]}"
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error(f"--commit {args.commit}: give at least seven digits of a commit's hash")
     folder = args.folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "about.txt").write_text(", ".join(each for each in (args.machine, processor()) if each) + "\n", "utf-8")
+    (folder / "about.txt").write_text(f"{args.machine}\n", "utf-8")
     is_whole = True
     for each in args.only:
         say(each)
