@@ -20,8 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from zlib import crc32
 
 import certifi
+import numpy as np
 import pytest
 import torch
 from _pytest.mark.expression import Expression
@@ -343,11 +345,12 @@ def pytest_timeout_set_timer() -> Generator[None, object, object]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used. One
-    marked `triton` is skipped where triton is missing.
+    """Seed what a test draws, by its name. Skip a test marked `native`, or with `native` as its kernels, by the reason
+    why the library can't be used. One marked `triton` is skipped where triton is missing.
     """
     from chorus.ops.library import native_library
 
+    _seed(item.nodeid)
     if item.get_closest_marker("triton") and find_spec("triton") is None:
         pytest.skip("triton is not installed; pip install chorus-lora[kernels]")
     is_native = item.get_closest_marker("native") or _kernels(item) == "native"
@@ -361,6 +364,31 @@ def _kernels(item: pytest.Item) -> str | None:
 
 def _params(item: pytest.Item) -> dict[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Seed what a fixture of several tests draws, by its name, whichever test asks first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    _seed(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]")
+    try:
+        return (yield)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _seed(name: str) -> None:
+    """Seed the generators that a test without its own draws from."""
+    number = crc32(name.encode())
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
 
 
 @pytest.fixture(autouse=True)

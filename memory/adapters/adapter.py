@@ -94,6 +94,11 @@ class Adapter:
         """Number of pages that it takes when it is resident."""
         return self.layout.num_pages
 
+    @property
+    def lacks_pages(self) -> bool:
+        """True unless all its pages are here. An adapter that changes images alone needs none."""
+        return not self.pages and self.layout.num_pages > 0
+
     def __repr__(self) -> str:
         return f"Adapter({self.name!r} v{self.version}, r={self.rank}, pages={len(self.pages)}, refs={self.references})"
 

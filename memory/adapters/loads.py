@@ -59,8 +59,8 @@ class AdapterLoads:
     # -- from the disk into host memory
 
     def request(self, adapter: Adapter) -> None:
-        """Start reading an adapter, unless it is in host memory, is being read, or has failed."""
-        if self._images.keep(adapter):
+        """Start reading an adapter, unless it needs no pages, is in host memory, is being read, or has failed."""
+        if not adapter.num_pages or self._images.keep(adapter):
             return
         if adapter.transfer is not None and _is_whole(load := self.under_way[adapter.transfer]):
             # The image was dropped for others while it was only the source of a copy. By now the directory may hold
@@ -132,7 +132,7 @@ class AdapterLoads:
             image = self.under_way[adapter.transfer].image
             if image.error is not None:
                 raise image.error
-        elif adapter.pages:
+        elif not adapter.lacks_pages:
             return True
         else:
             self.request(adapter)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..files.error import AdapterFormatError
-from ..pages.pool import OutOfPages
+from ..transfers.transfer import ExecutorLost
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -67,7 +66,9 @@ class Pins:
                 self._release(adapter)
 
     def wake(self) -> list[tuple[Adapter, Exception]]:
-        """Load the adapters again. Those that can't be are no longer pinned: they are returned, with the errors."""
+        """Load the adapters again. Those that can't be are no longer pinned: they are returned, with the errors. Raises
+        ExecutorLost and MemoryError; then the adapters are pinned, and asleep, as before.
+        """
         failed: list[tuple[Adapter, Exception]] = []
         if not self.is_asleep:
             return failed
@@ -77,9 +78,11 @@ class Pins:
                 try:
                     self._acquire(adapter)
                     acquired.append(adapter)
-                except (AdapterFormatError, OutOfPages) as error:
+                except (ExecutorLost, MemoryError):
+                    raise
+                except Exception as error:  # of one adapter: the others must wake
                     failed.append((adapter, error))
-        except BaseException:  # asleep as before, so that it can be tried again
+        except BaseException:  # so that it can be tried again
             for adapter in acquired:
                 self._release(adapter)
             raise

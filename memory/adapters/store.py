@@ -312,10 +312,10 @@ class AdapterStore:
         It does not wait for a read in progress: the adapter then has a `transfer`. Raises OutOfPages if free pages are
         short, and AdapterFormatError if its weights can't be read; either way nothing is held.
         """
-        if adapter.pages:
-            self.num_hits += 1
-        else:
+        if adapter.lacks_pages:
             self._load(adapter)
+        else:
+            self.num_hits += 1
         if adapter.is_idle:
             self._withdraw(adapter)
         adapter.references += 1
@@ -326,7 +326,8 @@ class AdapterStore:
 
         Raises the errors of `acquire`.
         """
-        self._load(adapter)
+        if adapter.lacks_pages:
+            self._load(adapter)
         self._offer(adapter)
 
     def idle(self) -> Iterator[Adapter]:

@@ -65,7 +65,8 @@ def multiply_each(
     x: torch.Tensor, ends: Sequence[int], matrices: Sequence[Matrix], biases: Sequence[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Multiply rows `[rows, in]` by matrices of one shape: those from `ends[i - 1]` up to `ends[i]` by the i-th, and
-    add its bias `[out]`. Returns `[rows, out]` in x's dtype. A row's bits depend on no other row.
+    add its bias `[out]`. Returns `[rows, out]` in x's dtype. A row's bits depend on no other row, unless a matrix is
+    plain: then torch's BLAS multiplies it, by kernels that depend on the number of rows (MKL's do on AMD processors).
 
     Whole numbers are multiplied as `native/integers.h` says.
 

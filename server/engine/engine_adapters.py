@@ -16,6 +16,7 @@ from ...core.requests.request_params import InvalidRequest
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.files.composed import paths_of
 from ...memory.files.error import AdapterFormatError
+from ...memory.transfers.transfer import ExecutorLost
 from .backend_adapters import AdapterTable, BackendAdapters, is_current
 from .engine_view import AdapterState
 
@@ -91,8 +92,13 @@ class EngineNames:
         """Pin the new version of a pinned adapter, if there is room for it next to the old one, which may still run."""
         try:
             pinned, reason = self._engine.adapters.pin(name), "it is still being read"
+        except ExecutorLost:
+            raise
         except (InvalidRequest, AdapterFormatError) as error:
             pinned, reason = False, str(error)
+        except Exception as error:  # the adapter is registered, and recorded, whatever its load raises
+            log.exception("loading %s to pin it failed", name)
+            pinned, reason = False, repr(error)
         if not pinned:
             log.warning("adapter %s was pinned, its new version is not: %s", name, reason)
 

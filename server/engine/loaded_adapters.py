@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...memory.adapters.registry_store import Entry, RegistryStore
+from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.form import WEIGHTS_FILE
+from ...memory.files.identity import with_content
 from ...memory.files.uploads.content_store import StagedUpload
 from ...memory.files.uploads.owned_store import OwnedStore, Owner
 from ...memory.host.image import HostImage
@@ -73,7 +76,9 @@ class LoadedAdapters:
         return self._files.draft(expected, known_later=(WEIGHTS_FILE,))
 
     def restore(self, worker: Backend) -> None:
-        """Register the recorded names. An adapter whose files have changed is skipped, and the log names it."""
+        """Register the recorded names, and pause those that were paused. An adapter whose files have changed is
+        skipped, and the log names it.
+        """
         if self.names is None:
             return
         by_name: dict[str, list[Entry]] = {}
@@ -83,18 +88,29 @@ class LoadedAdapters:
             entries.sort(key=lambda one: (one.name == name, one.generation))  # the newest version last
             for entry in entries:
                 self._restore(worker, name, entry)
+            with suppress(UnknownAdapter):  # nothing under this name is served
+                worker.adapters.pause(name, paused=any(one.paused for one in entries)).result()
 
     def _restore(self, worker: Backend, name: str, entry: Entry) -> None:
+        """Register a recorded version, unless a version of `--adapters` has its label."""
         image = HostImage()
         try:
+            served = worker.adapters.versions(name).result()
+            same = next((one for one in served if one.label == entry.label), None)
+            if same is not None:
+                if with_content(same.manifest).content_hash == entry.content_hash:
+                    return
+                raise AdapterFormatError(
+                    f"{same.manifest.path} is served as version {entry.label} of {name} since the start, and holds "
+                    "another adapter"
+                )
             manifest = worker.check_adapter(self._files.find(Path(entry.path)), (), image)
             if manifest.content_hash != entry.content_hash:
                 raise AdapterFormatError(f"{entry.path}: the files have changed since")
             put = worker.adapters.put(entry.name, manifest, image, replace=True, label=entry.label, keep=None)
             state, _ = put.result()
             worker.adapters.loaded_names.add(name, state.label)
-            worker.adapters.pause(name, paused=entry.paused).result()
-        except (AdapterFormatError, FileExistsError) as error:
+        except AdapterFormatError as error:
             log.warning(
                 "adapter %s of an earlier run is not served; its files stay until it is removed or replaced: %s",
                 entry.name,

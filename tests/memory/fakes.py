@@ -17,9 +17,11 @@ from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 
 
 class FakeBackend:
-    """A path is named after its page count: `four` has 4 pages. Names in `broken` fail to read, in `stuck` to place."""
+    """A path is named after its page count: `four` has 4 pages, and `none` changes images alone. Names in `broken` fail
+    to read, in `stuck` to place.
+    """
 
-    SIZES = {"one": 1, "two": 2, "three": 3, "four": 4, "huge": 100}
+    SIZES = {"none": 0, "one": 1, "two": 2, "three": 3, "four": 4, "huge": 100}
 
     def __init__(self):
         self.broken: set[str] = set()

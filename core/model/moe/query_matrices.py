@@ -20,7 +20,9 @@ from .stacked_experts import stacked
 
 
 class QueryMatrices(ABC):
-    """A layer's experts of queries and of outputs: see `QueryExperts`. A row's result depends on no other row."""
+    """A layer's experts of queries and of outputs: see `QueryExperts`. A row's bits depend on no other row, as far as
+    `multiply_each` promises that.
+    """
 
     @abstractmethod
     def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:

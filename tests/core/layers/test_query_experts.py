@@ -17,6 +17,8 @@ from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.slots import slots
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
+from chorus.ops.gemm import packed_gemm
+from chorus.ops.moe import expert_gemms
 
 from ..tiny_families import load_model, make_all_linear, save_family
 from .test_narrow_values import changed
@@ -52,7 +54,9 @@ def test_matrices_are_multiplied_with_the_rows_that_go_to_them(listed):
     torch.testing.assert_close(y, torch.stack(want))
 
 
-def test_a_rows_bits_do_not_depend_on_other_rows(listed):
+@pytest.mark.parametrize("pack", [packed_gemm.pack, expert_gemms.pack], ids=["onednn", "library"])
+def test_a_rows_bits_do_not_depend_on_other_rows(listed, pack):
+    listed = ListedQueries([pack(each) for each in listed.queries], [pack(each) for each in listed.outputs])
     x, chosen = torch.randn(40, 8), torch.randint(0, 5, (40, 2))
     weights = torch.rand(40, 2)
     q = listed.queries_of(x, chosen)

@@ -25,6 +25,7 @@ from chorus.core.requests.media import MediaItem, placed
 from chorus.core.requests.record import to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
+from chorus.core.sleep import Sleep
 from chorus.memory.files.identity import with_content
 from chorus.ops.library import native_library
 
@@ -274,6 +275,21 @@ def test_a_tower_alone_shares_no_blocks_with_the_base(asked: Asked, engine: Engi
         request = asked.request(name, adapter, [image])
         engine.add_request(request)
         assert answers(engine)[name] == asked.wanted[name]
+
+
+def test_an_adapter_of_the_tower_alone_is_pinned_replaced_and_kept_over_a_sleep(asked: Asked) -> None:
+    engine = engine_of(asked)
+    path = engine.store.get("tower").manifest.path
+    for _ in range(2):
+        engine.store.register("tower", path)
+        while not engine.adapters.pin("tower"):  # one with a part in the text, too, is still being read
+            engine.step()
+    asleep = Sleep(engine)
+    asleep.wake()
+    assert engine.store.get("tower") in engine.store.pins
+    engine.add_request(asked.request("tower", "tower", [picture(7, (60, 40))]))
+    assert answers(engine)["tower"] == asked.wanted["tower"]
+    engine.close()
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

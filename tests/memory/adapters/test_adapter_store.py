@@ -249,6 +249,44 @@ def test_what_finds_no_room_awake_is_no_longer_pinned(memory, store, pool):
     check(store, pool)
 
 
+def test_an_adapter_without_pages_is_pinned_without_a_load(memory, store, pool, backend):
+    a, old = register(store, a="two", b="none")
+    store.pins.add(old)
+    assert store.loads.fetch(old) and old in store.pins and (old.references, old.requests) == (1, 1)
+    sleep(memory)
+    (new,) = register(store, b="none")
+    store.pins.add(new)
+    store.pins.add(a)
+    assert store.pins.wake() == [] and (new.references, old.references, old.requests) == (1, 0, 0)
+    store.prefetch(new)
+    assert (store.num_loads, backend.reads) == (1, ["two"]) and resident(store) == {"a"}
+    check(store, pool)
+    for adapter in (a, new):
+        store.pins.remove(adapter)
+    assert (new.references, new.requests, store.pins.num_pages) == (0, 0, 0)
+    check(store, pool)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("division by zero"), RuntimeError("no copy"), OSError("gone")])
+def test_what_fails_to_load_awake_is_no_longer_pinned_and_the_others_wake(memory, store, pool, monkeypatch, error):
+    a, b, c = register(store, a="four", b="two", c="two")
+    for adapter in (a, b, c):
+        store.pins.add(adapter)
+    sleep(memory)
+    acquire = store.acquire
+
+    def fails(adapter):
+        if adapter is b:
+            raise error
+        acquire(adapter)
+
+    monkeypatch.setattr(store.pins, "_acquire", fails)
+    assert store.pins.wake() == [(b, error)]
+    assert b not in store.pins and (b.requests, b.references) == (0, 0)
+    assert resident(store) == {"a", "c"} and not store.pins.is_asleep
+    check(store, pool)
+
+
 def test_a_wake_that_fails_can_be_tried_again(memory, store, pool, backend, monkeypatch):
     a, b = register(store, a="four", b="two")
     for adapter in (a, b):

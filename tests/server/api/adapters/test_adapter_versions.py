@@ -11,6 +11,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.served_adapters import ServedAdapters
 from chorus.memory.adapters import registry_store
 from chorus.memory.files.error import AdapterFormatError
 from chorus.server.errors import ApiError
@@ -37,12 +38,15 @@ def root(tmp_path):
 
 @pytest.fixture
 def serve(start, reference, root, tmp_path):
-    """Start a server on the tiny model; its uploads stay for the next one."""
+    """Start a server on the tiny model; its uploads stay for the next one. adapters: registered at the start."""
 
-    def serve(**settings):
+    def serve(adapters=None, **settings):
         config = EngineConfig(model=reference.model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
         uploads = {"adapter_uploads": tmp_path / "uploads", **settings}
-        return start(Engine.from_config(config), adapter_roots=(root,), settings=uploads)
+        engine = Engine.from_config(config)
+        for name, path in (adapters or {}).items():
+            engine.store.register(name, path)
+        return start(engine, adapter_roots=(root,), settings=uploads)
 
     return serve
 
@@ -204,6 +208,43 @@ def test_labels_of_other_servers_and_their_pause_are_there_after_a_restart(serve
     assert answer(again, reference, "b", CONTENTS[1]).startswith("b@1;")
     again.client.patch("/v1/adapters/a", json={"paused": False})
     assert answer(again, reference, "a", CONTENTS[1]).startswith("a@3;"), "the one that was loaded last"
+
+
+def test_an_adapter_of_the_start_stays_paused_after_a_restart(serve, reference, tmp_path, caplog):
+    adapters = {"first": reference.adapters["r2-qv"], "second": reference.adapters["r3-mlp"]}
+    live = serve(adapters)
+    for name in adapters:
+        assert live.client.patch(f"/v1/adapters/{name}", json={"paused": True}).json()["paused"] is True
+    for number, second in enumerate(["r3-mlp", "r2-qv"]):  # the same files, and others under the name
+        shutil.copytree(tmp_path / "uploads", tmp_path / f"later-{number}")
+        caplog.clear()
+        there = {**adapters, "second": reference.adapters[second]}
+        again = serve(there, adapter_uploads=tmp_path / f"later-{number}")
+        for name in adapters:
+            assert error_of(again.post(model=name, prompt=[5]), 503) == "adapter_paused"
+        skipped = [each.getMessage() for each in caplog.records if "is not served" in each.getMessage()]
+        assert len(skipped) == number
+        assert all("second of an earlier run" in each and "holds another adapter" in each for each in skipped)
+    assert again.client.patch("/v1/adapters/second", json={"paused": False}).json()["paused"] is False
+    assert answer(again, reference, "second", "r2-qv")
+
+
+def test_a_pinned_adapter_is_replaced_whatever_the_load_of_its_pages_raises(serve, reference, tmp_path, monkeypatch):
+    live = serve()
+    push(live, reference.adapters["r2-qv"])
+    assert live.client.patch(f"/v1/adapters/{NAME}", json={"pinned": True}).json()["pinned"] is True
+
+    def fails(self, name):
+        raise RuntimeError("no copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServedAdapters, "pin", fails)
+        assert push(live, reference.adapters["r3-mlp"]).status_code == 200
+    assert live.client.get(f"/v1/adapters/{NAME}").json()["pinned"] is False
+    assert "@2; sha256=" in answer(live, reference, NAME, "r3-mlp")
+    shutil.copytree(tmp_path / "uploads", tmp_path / "later")
+    again = serve(adapter_uploads=tmp_path / "later")
+    assert "@2; sha256=" in answer(again, reference, NAME, "r3-mlp"), "what is served is what was recorded"
 
 
 @pytest.mark.wide
