@@ -117,7 +117,7 @@ class VectorReader:
             offset = found.get(BIAS, own) - own * scale
         if target.has_lora_bias:
             _, factor = self._lora[target.layer, target.module]
-            offset = offset + factor * found[LORA_BIAS]
+            offset = offset + factor * self._projections[target.module].bias_factor * found[LORA_BIAS]
         for end in (OUTPUT_SCALE, INPUT_SCALE):
             if (own := found.get(end)) is not None:
                 scale, offset = scale * own, offset * own

@@ -106,8 +106,8 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             untrained = _untrained(file, names, config, projections)
             _leave_out(untrained, targets, names, projections)
             _check_experts(config, targets, projections)
-            _check_latents(config, targets, projections)
-            _check_late(config, targets, projections)
+            _check_biasesnts(config, targets, projections)
+            _check_biases(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
                 _check_no_inputs(config, added, projections)
@@ -204,17 +204,17 @@ def _check_experts(config: AdapterConfig, targets: Collection[tuple[int, str]], 
             )
 
 
-def _check_late(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
-    """What a first token has of the one before it is zeros."""
-    if config.lora_bias and (found := next((name for _, name in targets if projections[name].is_late), None)):
+def _check_biases(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
+    """Refuse biases where they would not do what PEFT's do."""
+    if config.lora_bias and (found := next((name for _, name in targets if projections[name].why_no_bias), None)):
         raise config.refuse(
             "lora_bias",
-            f"the adapter is on {found}, which would give a first token its bias for the one before; train with "
-            "lora_bias=False, or on other modules",
+            f"the adapter is on {found}, which {projections[found].why_no_bias}; train with lora_bias=False, or on "
+            "other modules",
         )
 
 
-def _check_latents(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
+def _check_biasesnts(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
     """Keys and values of latents are made, if at all, for the adapter of those who attend to them."""
     found = next((name for _, name in targets if projections[name].group is Group.KV_UP), None)
     if found is not None and config.invocation_tokens:

@@ -39,6 +39,10 @@ def attention_projections(
     )
 
 
+_OF_THE_NEXT = "would give a first token its bias for the one before"
+_BESIDE_SINKS = "has sinks beside it, so that a bias of keys would change how much goes to them"
+
+
 def convolved_projections(hidden: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
     """The inputs of attention behind convolutions of queries and keys. The first half of all heads' values is a token's
     own, and the second that of the token before, so that TP ranks can't share them.
@@ -48,7 +52,7 @@ def convolved_projections(hidden: int, heads: int, kv_heads: int, head_dim: int)
     return (
         *(Projection(f"self_attn.{each}", Group.MIXER_IN, hidden, n * head_dim, n) for each, n in widths.items()),
         Projection("self_attn.v_proj_current", Group.MIXER_IN, hidden, half, 1),
-        Projection("self_attn.v_proj_delayed", Group.MIXER_IN, hidden, half, 1, is_late=True),
+        Projection("self_attn.v_proj_delayed", Group.MIXER_IN, hidden, half, 1, why_no_bias=_OF_THE_NEXT),
     )
 
 
@@ -101,15 +105,23 @@ class LatentWidths(NamedTuple):
     is_shared: bool = False
     """Latents of keys and values are another layer's."""
 
+    q_factor: float = 1.0
+    """Of the queries, applied to their latents."""
+
+    sinks: bool = False
+    """Attention weights of a token don't add up to one."""
+
 
 def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[Projection, ...]:
     """Those of latent attention. What makes latents is of all heads, and every TP rank has it whole."""
-    q_rank, kv_rank, key, rotated, value, both, gate, input_gate, form, is_shared = widths
-    q = heads * (key + rotated + gate)
+    q_rank, kv_rank, key, rotated, value, both, gate, input_gate, form, is_shared, factor, sinks = widths
+    q, why_no_bias = heads * (key + rotated + gate), _BESIDE_SINKS if sinks else ""
     query = (
         (
             Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1, form=form),
-            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank * (1 + both), q, heads, form=form),
+            Projection(
+                "self_attn.q_b_proj", Group.QUERY_UP, q_rank * (1 + both), q, heads, form=form, bias_factor=factor
+            ),
         )
         if q_rank
         else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads, form=form),)
@@ -120,7 +132,15 @@ def latent_projections(hidden: int, heads: int, widths: LatentWidths) -> tuple[P
         *query,
         *((kept,) * (not is_shared)),
         *((gates,) * (input_gate > 0)),
-        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads, form=form),
+        Projection(
+            "self_attn.kv_b_proj",
+            Group.KV_UP,
+            kv_rank,
+            heads * (key + value),
+            heads,
+            form=form,
+            why_no_bias=why_no_bias,
+        ),
         Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads, form=form),
     )
 

@@ -261,8 +261,11 @@ class Projection:
     is_bypassed: bool = False
     """transformers multiplies by its weight itself, so that what PEFT puts around the module changes nothing."""
 
-    is_late: bool = False
-    """Its outputs are the next token's, and before a first token they are zeros, which have no bias of an adapter."""
+    why_no_bias: str = ""
+    """What a bias of an adapter would do that PEFT's does not, so that it is refused; empty: it is served."""
+
+    bias_factor: float = 1.0
+    """What multiplies its outputs in transformers, and here its inputs: an adapter's bias is multiplied by it, too."""
 
     @property
     def module(self) -> str:

@@ -9,7 +9,8 @@ where `[K_h; V_h]` are rows of kv_b_proj. There are two ways to attend:
 
 An adapter's `B · A` on kv_b_proj, with the rows `[B_K; B_V]` of a head, goes the same ways. A bias `[b_K; b_V]` of the
 outputs adds `q · b_K` to all scores of a query, which their softmax takes away again, and b_V to what is attended,
-since weights add up to one. So queries ignore it, and values have it.
+since weights add up to one. So queries ignore it, and values have it. Beside sinks they don't: no bias is served there
+(`Projection.why_no_bias`).
 
 Shapes: queries `[tokens, heads, key]`, latents `[tokens, heads, kv_rank]`, values `[tokens, heads, value]`; kv_up and
 adapters' Bᵀ have `heads · (key + value)` rows and columns, head after head.

@@ -274,6 +274,16 @@ PROMPTS = [
 ]
 
 
+_PARTS = ("text_config", "llm_config")
+
+
+def _scaled(ropes: dict[str, Any]) -> dict[str, Any]:
+    """The ropes, or that of each type of layer, stretched by YaRN."""
+    if any(isinstance(each, dict) for each in ropes.values()):
+        return {kind: _scaled(each) if isinstance(each, dict) else each for kind, each in ropes.items()}
+    return {**ropes, **YARN_SCALING}
+
+
 #: Fields without which, or with null, some classes of transformers fail by mistake, as they derive no default. Here the
 #: only possible value is taken.
 DERIVED = {"head_dim", "num_key_value_heads", "layer_types"}
@@ -300,10 +310,25 @@ class Checkpoint:
     source: Path
     architecture: str | None = None
     """The class that computes it; None: by `AutoModelForCausalLM`."""
+    is_scaled: bool = False
+    """True if its ropes, of each type of layer, are by YaRN before anything is altered."""
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        return json.loads((self.source / "config.json").read_text())
+        raw = json.loads((self.source / "config.json").read_text())
+        if self.is_scaled:
+            text = next((raw[name] for name in _PARTS if name in raw), raw)
+            text["rope_parameters"] = _scaled(text["rope_parameters"])
+        return raw
+
+    @property
+    def has_ropes(self) -> bool:
+        """True if the file has ropes that can be scaled, and both transformers and Chorus take scaled ones."""
+        raw = json.loads((self.source / "config.json").read_text())
+        text = next((raw[name] for name in _PARTS if name in raw), raw)
+        if not text.get("rope_parameters"):
+            return False
+        return self.ours(self.raw).logits is not None and self.reference(self.raw).logits is not None
 
     @cached_property
     def _directory(self) -> Path:
@@ -343,7 +368,7 @@ class Checkpoint:
     @property
     def part(self) -> tuple[str, ...]:
         """Where the text part is."""
-        return next(((name,) for name in ("text_config", "llm_config") if name in self.raw), ())
+        return next(((name,) for name in _PARTS if name in self.raw), ())
 
     @cached_property
     def alterations(self) -> list[Alteration]:
@@ -354,6 +379,13 @@ class Checkpoint:
         found = alterations(inner, text, self.part)
         outside = {name: value for name, value in self.raw.items() if not isinstance(value, dict)}
         return found + [each for each in alterations(outside, text) if each.value is not MISSING]
+
+    @cached_property
+    def rope_alterations(self) -> list[Alteration]:
+        """Those of fields that ropes depend on, and older forms without `rope_parameters`."""
+        names = {"max_position_embeddings", "original_max_position_embeddings", "rope_scaling", "rope_parameters"}
+        names |= {"partial_rotary_factor", "rope_theta", "rope_local_base_freq", "swa_rope_theta", "layer_rope_theta"}
+        return [each for each in self.alterations if not names.isdisjoint(each.path)]
 
     @cached_property
     def sources(self) -> str:

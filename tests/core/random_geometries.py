@@ -22,9 +22,14 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
 
 from ..conftest import quiet
+from ..greedy import logprobs_of
 from .tiny_families import ADAPTERS, SMALL_WEIGHTS, Tiny, load_peft, save_tiny
 
 Fields = dict[str, Any]
+COUNT = 6
+"""Tokens of an answer."""
+TOLERANCE = 2e-3
+"""Differences of log-probabilities that are not found."""
 
 
 def _square(rng: random.Random) -> Fields:
@@ -837,9 +842,10 @@ def check(name: str, changes: Fields, root: Path, rng: random.Random) -> Iterato
     it = Tiny(root / "model", {adapter: root / adapter for adapter in ADAPTERS}, load_peft)
     adapter = rng.choice([*ADAPTERS])
     cases = {
-        f"{each} {length}": (each, *it.case(each, length, rng.randrange(1 << 30), 6))
+        f"{each} {length}": (each, *it.case(each, length, rng.randrange(1 << 30), COUNT))
         for each, length in ((None, 5), (adapter, 31), (adapter, 2), (None, 44))
     }
+    scores = {key: logprobs_of(it.use(of), prompt, want) for key, (of, prompt, want) in cases.items()}
     config = read_model_config(root / "model")
     native = ["native"] if why_unsupported(config, torch.float32) is None else []
     for kernels in (*native, "torch"):
@@ -849,17 +855,21 @@ def check(name: str, changes: Fields, root: Path, rng: random.Random) -> Iterato
         )  # fmt: skip
         engine = Engine(settings, open_executor(settings), reads=InlineReads())
         engine.store.register(adapter, root / adapter)
-        found = dict.fromkeys(cases, ())
+        found: dict[str, list[int]] = {key: [] for key in cases}
+        logprobs: dict[str, list[float]] = {key: [] for key in cases}
         for key, (of, prompt, want) in cases.items():
-            params = RequestParams(temperature=0.0, ignore_eos=True, max_tokens=len(want))
+            params = RequestParams(temperature=0.0, ignore_eos=True, max_tokens=len(want), logprobs=0)
             engine.add_request(Request(key, prompt, params, of))
         while engine.has_work():
             for output in engine.step():
-                found[output.request_id] += tuple(output.token_ids)
+                found[output.request_id] += output.token_ids
+                logprobs[output.request_id] += [each.logprob for each in output.logprobs]
         engine.close()
         for key, (_, _, want) in cases.items():
-            if found[key] != tuple(want):
+            if found[key] != want:
                 yield f"{kernels}, {key}: {found[key]}, and transformers {want}"
+            elif any(abs(here - there) > TOLERANCE for here, there in zip(logprobs[key], scores[key], strict=True)):
+                yield f"{kernels}, {key}: log-probabilities {logprobs[key]}, and transformers' {scores[key]}"
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import pytest
 from ..conftest import quiet
 from ..kept import kept_files
 from . import test_text_parts as text_parts
-from .altered_configs import Alteration, Checkpoint
+from .altered_configs import LINEAR, MISSING, OLD_LINEAR, YARN_SCALING, Alteration, Checkpoint
 from .tiny_families import EVERY, save_family
 
 pytestmark = pytest.mark.numerics
@@ -24,9 +24,9 @@ SAMPLE = 8
 
 
 @cache
-def checkpoint(name: str) -> Checkpoint:
+def checkpoint(name: str, *, is_scaled: bool = False) -> Checkpoint:
     root = kept_files(f"altered {name}", lambda root: _save(name, root / "model"))
-    return Checkpoint(root / "model", name if name in WITH_IMAGES else None)
+    return Checkpoint(root / "model", name if name in WITH_IMAGES else None, is_scaled)
 
 
 @quiet()
@@ -43,6 +43,48 @@ def test_some_alterations_are_computed_as_by_transformers_or_refused(family):
     one = checkpoint(family)
     some = random.Random(family).sample(one.alterations, SAMPLE)
     assert not [fault for each in some if (fault := one.fault(each))]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_alterations_of_scaled_ropes_are_computed_as_by_transformers_or_refused(family):
+    """Fields beside a rope of the default type often have no effect."""
+    one = checkpoint(family, is_scaled=True)
+    if one.has_ropes:
+        some = one.rope_alterations
+        some = random.Random(family).sample(some, min(SAMPLE, len(some)))
+        some += [each for each in one.rope_alterations if each.path[-1] == "original_max_position_embeddings"]
+        assert not [fault for each in some if (fault := one.fault(each))]
+
+
+#: Ropes as files had them before `rope_parameters`.
+OLDER = [
+    {"rope_theta": 300.0},
+    {"rope_theta": 300.0, "rope_scaling": OLD_LINEAR},
+    {"rope_theta": 300.0, "rope_scaling": LINEAR},
+    {"rope_theta": 300.0, "rope_scaling": {**YARN_SCALING, "type": "linear"}},
+    {"rope_scaling": OLD_LINEAR},
+    {"rope_theta": 300.0, "original_max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_older_forms_of_ropes_are_computed_as_by_transformers_or_refused(family):
+    one, faults = checkpoint(family), []
+    text = one.raw[one.part[0]] if one.part else one.raw
+    if not text.get("rope_parameters"):
+        return
+    for values in OLDER:
+        raw = Alteration((*one.part, "rope_parameters"), MISSING).of(one.raw)
+        for name, value in values.items():
+            raw = Alteration((*one.part, name), value).of(raw)
+        ours = one.ours(raw)
+        if ours.logits is None or ours.equals(want := one.reference(raw)):
+            continue
+        if "'NoneType'" not in want.why:  # transformers derives no head_dim then
+            faults.append(f"{values}: {want.why or 'other logits'}")
+    assert not faults
 
 
 _TYPES = ["full_attention", "sliding_attention", "full_attention"]

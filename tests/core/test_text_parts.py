@@ -571,17 +571,20 @@ def check_text(tmp_path, architecture, name, text, vision, targets, drive):
     )
     model.save_pretrained(str(tmp_path / "adapter"))
     prompts = {"a": torch.randint(3, 150, (40,)).tolist(), "b": torch.randint(3, 150, (9,)).tolist()}
-    want = {}
+    want, scores = {}, {}
     for adapter in (False, True):
         (model.base_model.enable_adapter_layers if adapter else model.base_model.disable_adapter_layers)()
         for key, prompt in prompts.items():
-            want[f"{key}{adapter}"] = _greedy(model, prompt)
+            want[f"{key}{adapter}"], scores[f"{key}{adapter}"] = _greedy(model, prompt)
     it = _Checkpoint(tmp_path / "model", {"adapter": tmp_path / "adapter"})
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=128)
     for adapter in (False, True):
         for key, prompt in prompts.items():
-            driver.add(f"{key}{adapter}", "adapter" if adapter else None, prompt, max_tokens=8)
-    assert {key: answer.tokens for key, answer in driver.drain().items()} == want
+            driver.add(f"{key}{adapter}", "adapter" if adapter else None, prompt, max_tokens=8, logprobs=0)
+    answers = driver.drain()
+    assert {key: answer.tokens for key, answer in answers.items()} == want
+    for key, answer in answers.items():
+        assert [each.logprob for each in answer.logprobs] == pytest.approx(scores[key], abs=2e-3), key
     left_out = driver.engine.adapters.inspect(tmp_path / "adapter").num_left_out
     # of Qwen3-Omni PEFT wraps the audio tower's projections of these names, too
     assert (left_out > 0) == (targets == ALL or architecture.startswith("Qwen3Omni"))
@@ -623,14 +626,17 @@ class _Checkpoint:
         self.model, self.adapters = model, adapters
 
 
-def _greedy(model: Any, prompt: list[int]) -> list[int]:
-    tokens, base = list(prompt), model.get_base_model()
+def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Eight tokens, and their log-probabilities."""
+    tokens, scores, base = list(prompt), list[float](), model.get_base_model()
     if type(base).__name__.startswith("Llama4"):  # in transformers 5.24 the whole model fails without images
         model = base.language_model
     with torch.inference_mode():
         for _ in range(8):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+            logprobs = model(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
+            tokens.append(int(logprobs.argmax()))
+            scores.append(float(logprobs[tokens[-1]]))
+    return tokens[len(prompt) :], scores
 
 
 def test_experts_that_are_stored_transposed_are_the_same(tmp_path):

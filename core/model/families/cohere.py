@@ -55,6 +55,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse(
             "rope_parameters", "an object with rope_type is needed; leave the field out for its default"
         )
+    rotary.check_original(rotary.rope_fields(fields))
     rope = rotary.rope(fields, heads.head_dim, interleaved=True)
     count, size = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     first = reading.number_of(fields, "first_k_dense_replace")
@@ -146,7 +147,7 @@ def _rope_of_type(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig | 
     scaling = rotary.rope_fields(fields)
     if kind in scaling.raw and scaling.raw[kind] is None:
         return None
-    return rotary.rope(fields, head_dim, of=rotary.whole_rope(fields, kind, {}))
+    return rotary.rope_of_type(fields, head_dim, rotary.whole_rope(fields, kind, {}))
 
 
 def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:

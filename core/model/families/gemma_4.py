@@ -146,7 +146,7 @@ def _experts(fields: ConfigJson) -> Experts:
 
 
 def _rope(fields: ConfigJson, kind: str, heads: Heads) -> RopeConfig:
-    return rotary.rope(fields, heads.head_dim, of=rotary.whole_rope(fields, kind, _ROPES))
+    return rotary.rope_of_type(fields, heads.head_dim, rotary.whole_rope(fields, kind, _ROPES))
 
 
 _DEFAULTS = {

@@ -42,10 +42,10 @@ def _read(fields: ConfigJson) -> ModelConfig:
     )
     types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [reading.FULL] * count
     ropes = {
-        kind: rotary.rope(
+        kind: rotary.rope_of_type(
             fields.with_defaults({"partial_rotary_factor": 1.0}),
             heads.head_dim,
-            of=rotary.whole_rope(fields, kind, _ROPES),
+            rotary.whole_rope(fields, kind, _ROPES),
         )
         for kind in dict.fromkeys(types)
     }

@@ -68,7 +68,7 @@ def attention(
             "attention_bias", "biases are not supported where queries have no latents (q_lora_rank is null or 0)"
         )
     rope = _rope(fields, key_dim, rotated_dim, interleaved=interleaved) if rotates and of is None else None
-    rope = rope if of is None else rotary.rope(fields, rotated_dim, of=of, interleaved=interleaved)
+    rope = rope if of is None else rotary.rope_of_type(fields, rotated_dim, of, interleaved=interleaved)
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=1,

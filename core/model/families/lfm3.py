@@ -73,7 +73,7 @@ def _rope(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig:
         raise ropes.refuse(kind, "a rope for each type of attention that layers have is needed")
     if rotary.rope_type_of(own) == "default":
         own = own.with_values({"partial_rotary_factor": 1.0})
-    return rotary.rope(fields, head_dim, of=own, theta=None if fields.has("rope_theta") else 1_000_000.0)
+    return rotary.rope_of_type(fields, head_dim, own, theta=None if fields.has("rope_theta") else 1_000_000.0)
 
 
 _ROPES = {

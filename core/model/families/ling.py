@@ -14,7 +14,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import CORRECTION, JOINED_CONVS, TensorNames
-from . import glm_moe, latent, reading
+from . import glm_moe, latent, reading, rotary
 
 _LINEAR = "linear_attention"
 
@@ -43,6 +43,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("hidden_act", f"Kimi Delta Attention is supported with silu alone, not with {activation}")
     if fields.boolean("tie_word_embeddings"):
         raise fields.refuse("tie_word_embeddings", "transformers does not tie them for this family; set it to false")
+    rotary.check_original(rotary.rope_fields(fields))
     attention = replace(latent.attention(fields, interleaved=True), output_gate=OutputGate.OF_HEADS)
     mixers = {reading.FULL: attention, _LINEAR: _delta(fields)}
     types = reading.layer_types(fields, fields.integer("layer_group_size"), other=_LINEAR)

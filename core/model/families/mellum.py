@@ -16,7 +16,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     types = reading.layer_types(fields, 1)
     window = reading.checked_window(fields, types)
     ropes = {
-        kind: rotary.rope(fields, heads.head_dim, of=rotary.whole_rope(fields, kind, _ROPES)) for kind in set(types)
+        kind: rotary.rope_of_type(fields, heads.head_dim, rotary.whole_rope(fields, kind, _ROPES))
+        for kind in set(types)
     }
     attentions = [
         AttentionSpec(

@@ -62,11 +62,11 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _rope(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig:
-    """The rope of a type of layer. transformers reads no field outside of its object."""
-    own = rotary.whole_rope(fields, kind, _ROPES)
-    share = 0.334 if rotary.rope_type_of(own) == "default" else 1.0
-    fields = fields.without("partial_rotary_factor").with_defaults({"partial_rotary_factor": share})
-    return rotary.rope(fields, head_dim, of=own)
+    """The rope of a type of layer. Of the default type, no field outside of its object has an effect."""
+    own, name = rotary.whole_rope(fields, kind, _ROPES), "partial_rotary_factor"
+    if rotary.rope_type_of(own) == "default":
+        return rotary.rope_of_type(fields.without(name).with_defaults({name: 0.334}), head_dim, own)
+    return rotary.rope_of_type(fields.with_defaults({name: 1.0}), head_dim, own)
 
 
 MIMO_V2_FLASH = Family(

@@ -39,7 +39,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _read_spark(fields: ConfigJson) -> ModelConfig:
     if fields.integer("hidden_size") % fields.integer("num_attention_heads"):
         raise fields.refuse("hidden_size", "transformers takes multiples of num_attention_heads alone")
-    if all(fields.is_missing(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+    if all(fields.is_missing(name) for name in ("rope_parameters", "rope_scaling")):
         fields = fields.with_values({"rope_theta": _THETA})
     routing = Routing(
         1,

@@ -66,6 +66,13 @@ def rope(
     return RopeConfig(dim, **values, **_scaling(scaling, fields, rope_type, dim))
 
 
+def rope_of_type(fields: ConfigJson, head_dim: int, of: ConfigJson, **options: Any) -> RopeConfig:
+    """The rope of a type of layer. Unlike a rope of all layers, it is trained for the positions that its own object
+    names, whatever stands beside. options: of `rope`.
+    """
+    return rope(fields.without(_ORIGINAL), head_dim, of=of, **options)
+
+
 def check_rotated_norm(fields: ConfigJson, rope: RopeConfig) -> None:
     """Refuse ropes that change norms, of a family that normalises heads after they are rotated."""
     if rope.attention_factor != 1:
@@ -164,17 +171,18 @@ def ropes_by_type(fields: ConfigJson, thetas: Mapping[str, tuple[str | None, flo
     thetas: by type, the field of a base where its object names none, and the base where that field is missing.
     """
     head_dim, parameters = reading.heads(fields).head_dim, fields.object("rope_parameters")
-    fields = fields.without(_ORIGINAL)
     scaling, found = fields.object("rope_scaling"), {}
     for kind, (name, theta) in thetas.items():
         own = None if parameters is None else parameters.object(kind)
         if kind == reading.FULL and scaling is not None:
             if own is None and not fields.is_missing("rope_parameters"):
                 raise fields.refuse("rope_scaling", f"rope_parameters has no {reading.FULL} that it could change")
-            own = scaling if own is None else own.with_values(scaling.raw)
+            # The older field `type` has no effect: what is changed has a `rope_type`.
+            own = scaling.with_values({"rope_type": "default"}) if own is None else own
+            own = own.with_values(scaling.raw)
         own = _of_type(own or fields.part(f"rope_parameters.{kind}", {}))
         is_outer = name in fields.raw and "rope_theta" not in own.raw
-        found[kind] = rope(fields, head_dim, of=own, theta=fields.number(str(name)) if is_outer else theta)
+        found[kind] = rope_of_type(fields, head_dim, own, theta=fields.number(str(name)) if is_outer else theta)
     return found
 
 
@@ -191,7 +199,14 @@ def whole_rope(fields: ConfigJson, kind: str, ropes: Mapping[str, Any]) -> Confi
         raise of.refuse("rope_theta", "transformers has no default of it here")
     if "rope_scaling" in fields.raw:
         raise fields.refuse("rope_scaling", "it has no older names here; leave it out, and set rope_parameters")
+    check_original(of)
     return _of_type(of)
+
+
+def check_original(scaling: ConfigJson) -> None:
+    """Refuse a stretched rope without its original positions, where transformers has no default that the file says."""
+    if rope_type_of(scaling) in ("llama3", "yarn", "longrope") and scaling.is_missing(_ORIGINAL):
+        raise scaling.refuse(_ORIGINAL, "the positions that the rope was trained for are needed")
 
 
 def _of_type(scaling: ConfigJson) -> ConfigJson:

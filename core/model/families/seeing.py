@@ -125,11 +125,13 @@ def reader(
     texts: Mapping[str, Family] = MappingProxyType(TEXTS),
     around: Around = PLAIN,
     scaled: bool = False,
+    capped: bool = False,
     own_head: bool = False,
 ) -> Callable[[ConfigJson], ModelConfig]:
     """default: the type of a text part that names none. left_out: fields of it that say how images are seen. texts: by
     their types. around: further names. scaled: logits are scaled and capped as the text part says; in transformers,
-    most of these models do neither, even if their text part does so alone. own_head: embeddings can't be tied to it.
+    most of these models do neither, even if their text part does so alone. capped: they are capped alone. own_head:
+    embeddings can't be tied to it.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
@@ -144,7 +146,8 @@ def reader(
         model = family.read(fields.with_nulls(NULLS | {*family.nulls}))
         tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors, around)
         model = replace(model, tensors=tensors)
-        return model if scaled else replace(model, logits_scale=1.0, logits_softcap=None)
+        softcap = model.logits_softcap if capped else None
+        return model if scaled else replace(model, logits_scale=1.0, logits_softcap=softcap)
 
     return read
 
@@ -342,7 +345,7 @@ PALIGEMMA = replace(
         tied=True,
         vision=replace(PROJECTED, arguments=("pixel_values",), copied=("linear",), token=256000, blocks=Blocks.PROMPT),
     ),
-    read=reader("gemma", ("use_bidirectional_attention",)),
+    read=reader("gemma", ("use_bidirectional_attention",), capped=True),
 )
 MINICPM_V = _family(
     "MiniCPM-V 4.6",

@@ -172,7 +172,7 @@ def _ropes(fields: ConfigJson, types: list[str]) -> dict[str, Any]:
         raise fields.refuse("rope_parameters", f"transformers reads it if it has an object of {missing[0]}, too")
     fields, head_dim = fields.without("rope_scaling"), reading.heads(fields).head_dim
     inner = fields.without("rope_theta").with_defaults({"partial_rotary_factor": 1.0})
-    return {kind: rotary.rope(inner, head_dim, of=rotary.whole_rope(fields, kind, {})) for kind in kinds}
+    return {kind: rotary.rope_of_type(inner, head_dim, rotary.whole_rope(fields, kind, {})) for kind in kinds}
 
 
 def _of_lists(fields: ConfigJson, layer: int) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def _attention(fields: ConfigJson, heads: reading.Heads, kind: str) -> Attention
     if window is None and kind == _SLIDING:
         raise fields.refuse("sliding_window", f"layers of {_SLIDING} need one")
     own = fields.with_defaults({"partial_rotary_factor": 1.0})
-    rope = rotary.rope(own, heads.head_dim, of=rotary.whole_rope(fields, kind, _ROPES))
+    rope = rotary.rope_of_type(own, heads.head_dim, rotary.whole_rope(fields, kind, _ROPES))
     return AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, window=window)
 
 

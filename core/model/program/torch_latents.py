@@ -65,7 +65,9 @@ def latent_attend(op: LatentAttend, at: OpContext) -> Run:
         num_heads = len(kv_up) // (spec.key_dim + spec.value_dim)
         with span("attn.run"):
             of_group, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
-            ways = LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, absorbed, weights.get(op.bias))
+            bias = weights.get(op.bias)
+            assert op.sinks is None or bias is None, "beside sinks, weights don't add up to one: see `latents`"
+            ways = LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, absorbed, bias)
             q, cache, out = step.names[op.q], k[..., :head_dim], step.kept.get(kept)
             chosen = None if scores.top_k is None or op.chosen is None else step.names[op.chosen]
             sinks = None if op.sinks is None else at.weights[op.sinks]

@@ -403,6 +403,8 @@ class AttentionSpec:
             input_gate=latent.input_gate(self.output_gate),
             form=latent.form,
             is_shared=self.shares_kv,
+            q_factor=latent.q_factor,
+            sinks=self.sinks,
         )
         own = latent_projections(hidden, self.num_heads, widths)
         if (index := self.indexer) is None:

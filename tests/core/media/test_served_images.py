@@ -30,7 +30,7 @@ from chorus.memory.files.identity import with_content
 from chorus.ops.library import native_library
 
 from . import tiny_mrope
-from .tiny_vision import ADAPTERS, Reference, needs_vision, refused_of, step_of
+from .tiny_vision import ADAPTERS, Answer, Reference, needs_vision, refused_of, step_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
 
@@ -81,7 +81,7 @@ class Asked:
         self.placeholder, self.marks = model.image_token, model.image_marks
         # PaliGemma's processor writes more than images: a chat template does so on a server.
         self._has_own_prompts = model.image_blocks is Blocks.PROMPT
-        self.wanted: dict[str, list[int]] = {}
+        self.wanted: dict[str, Answer] = {}
 
     def request(
         self,
@@ -104,7 +104,7 @@ class Asked:
             MediaItem(self._encoded(image), each.digest, own, each.grid, settings=each.settings)
             for image, each, own in zip(images, found, runs, strict=True)
         )
-        params = RequestParams(max_tokens=count, temperature=0, ignore_eos=True)
+        params = RequestParams(max_tokens=count, temperature=0, ignore_eos=True, logprobs=0)
         return Request(id, prompt, params, adapter, media=items, **fields)
 
 
@@ -136,12 +136,14 @@ def engine_of(asked: Asked, kernels: str = "torch", **fields: Any) -> Engine:
     return Engine.from_config(EngineConfig(cpu_kernels=kernels, device="cpu", dtype="float32", **usual | fields))
 
 
-def answers(engine: Engine) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+def answers(engine: Engine) -> dict[str, Answer]:
+    found: dict[str, Answer] = {}
     while engine.has_work():
         for output in engine.step():
             assert output.error is None, output.error
-            found.setdefault(output.request_id, []).extend(output.token_ids)
+            answer = found.setdefault(output.request_id, Answer())
+            answer.extend(output.token_ids)
+            answer.logprobs.extend(each.logprob for each in output.logprobs)
     return found
 
 

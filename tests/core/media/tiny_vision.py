@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,32 @@ needs_vision = pytest.mark.skipif(
 )
 
 ENDS = "<end_of_utterance>"
+#: Differences of log-probabilities in float32 that are not found: sums in another order make a hundredth of it.
+TOLERANCE = 1e-3
+
+
+class Answer(list[int]):
+    """Tokens with their log-probabilities. Answers are equal if their tokens are, and these nearly so: a soft cap or
+    a scale that is left out changes no greedy token.
+    """
+
+    def __init__(self, tokens: Iterable[int] = (), logprobs: Iterable[float] = ()) -> None:
+        super().__init__(tokens)
+        self.logprobs = [*logprobs]
+
+    def __eq__(self, other: object) -> bool:
+        same = super().__eq__(other)
+        return same and (not isinstance(other, Answer) or self.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"Answer({super().__repr__()}, {[round(each, 3) for each in self.logprobs]})"
+
+
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = ("text", "seven", "linear", "tower", "dora", "copied")
 
@@ -224,12 +250,12 @@ class Reference:
         images: Sequence[Any],
         count: int,
         settings: Mapping[str, Any] | None = None,
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], Answer]:
         """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB. settings: of the processor."""
         seen = [(image.size, hashlib.sha256(image.tobytes()).hexdigest()) for image in images]
         question = [adapter, messages, seen, count, settings and dict(settings)]
-        prompt, found = self._known.get(question, lambda: self._answer(adapter, messages, images, count, settings))
-        return [*prompt], [*found]
+        prompt, *found = self._known.get(question, lambda: self._answer(adapter, messages, images, count, settings))
+        return [*prompt], Answer(*found)
 
     def _answer(
         self,
@@ -238,14 +264,24 @@ class Reference:
         images: Sequence[Any],
         count: int,
         settings: Mapping[str, Any] | None,
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[int], list[float]]:
         inputs = self._inputs(messages, images, settings, begins_output=True)
         with torch.inference_mode():
             out = self._model(adapter).generate(
-                **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+                **inputs,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
         prompt = inputs["input_ids"][0].tolist()
-        return prompt, out[0, len(prompt) :].tolist()
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        scores = [
+            logits[0].float().log_softmax(-1)[token].item() for logits, token in zip(out.logits, tokens, strict=True)
+        ]
+        return prompt, tokens, scores
 
     @quiet()
     def vector(self, adapter: str | None, messages: list[dict[str, Any]], images: Sequence[Any]) -> list[float]:

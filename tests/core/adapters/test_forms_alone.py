@@ -1,0 +1,101 @@
+"""Each form of adapter on one projection at a time, of every family: transformers' and peft's log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.choice import open_executor
+from chorus.core.model.read_config import read_model_config
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
+from chorus.memory.files.error import AdapterFormatError
+from chorus.perf.inline_reads import InlineReads
+
+from ...conftest import quiet
+from ...kept import kept_files
+from ..tiny_families import EVERY, load_model, logits, save_family, train_vectors, without_conversion
+
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+FORMS = {"plain": {}, "lora-bias": {"lora_bias": True}, "dora": {"use_dora": True}}
+
+PROMPT = torch.randint(3, 150, (26,), generator=torch.Generator().manual_seed(7)).tolist()
+
+TOLERANCE = 5e-3
+
+
+@quiet()
+@without_conversion()
+def _save(family: str, root: Path) -> None:
+    """A model, an adapter of each form on each projection, and the reference's log-probabilities of the next token."""
+    from peft import LoraConfig, get_peft_model
+
+    save_family(family, root / "model")
+    modules = read_model_config(root / "model").module_paths
+    names: dict[str, list[str]] = {}
+    for layer in range(modules.projections.num_layers):
+        for path in modules.in_layer(layer):
+            names.setdefault(path, []).append(modules.name_in(layer, path))
+    base, wanted = load_model(root / "model", dtype=torch.float32).eval(), {}
+    for path, targets in names.items():
+        for form, fields in FORMS.items():
+            name = f"{path} {form}"
+            torch.manual_seed(len(wanted))
+            lora = LoraConfig(
+                r=2,
+                lora_alpha=6,
+                target_modules=targets,
+                init_lora_weights=False,
+                task_type="CAUSAL_LM",
+                **fields,
+            )
+            try:
+                trained = get_peft_model(base, lora)
+            except ValueError:  # of parameters that are no modules: PEFT has no such form
+                base = getattr(base, "unload", lambda found=base: found)()
+                continue
+            train_vectors(trained)
+            trained.save_pretrained(root / name.replace("/", "_"))
+            with torch.inference_mode():
+                wanted[name] = logits(trained, PROMPT)[-1].float().log_softmax(-1).tolist()
+            base = trained.unload()
+    (root / "wanted.json").write_text(json.dumps(wanted))
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_each_form_on_one_projection_is_computed_as_by_peft_or_refused(family):
+    root = kept_files(f"forms alone {family}", lambda root: _save(family, root))
+    wanted = json.loads((root / "wanted.json").read_text())
+    settings = EngineConfig(
+        model=root / "model", dtype="float32", memory_bytes=8 << 20, threads=1, device="cpu", max_num_batched_tokens=64
+    )
+    engine = Engine(settings, open_executor(settings), reads=InlineReads())
+    served: list[str] = []
+    for name in wanted:
+        try:
+            engine.store.register(name, root / name)
+        except AdapterFormatError:
+            continue
+        served.append(name)
+        params = RequestParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
+        engine.add_request(Request(name, PROMPT, params, name))
+    found: dict[str, dict[int, float]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+            for each in output.logprobs:
+                found[output.request_id] = dict(each.top)
+    engine.close()
+    faults = {}
+    for name in served:
+        most = max(abs(logprob - wanted[name][token]) for token, logprob in found[name].items())
+        if most > TOLERANCE:
+            faults[name] = most
+    assert not faults
+    assert len({name.rpartition(" ")[0] for name in served}) == len({name.rpartition(" ")[0] for name in wanted})
