@@ -44,7 +44,7 @@ def token_by_token(model: Any, inputs: list[int], count: int) -> tuple[list[int]
 
 @torch.inference_mode()
 def logprobs_of(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
-    """A reference's log-probabilities of an answer's tokens: a soft cap or a scale changes these, and no greedy token."""
+    """A reference's log-probabilities of an answer's tokens: a soft cap changes these, and no greedy token."""
     rows = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
     return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 

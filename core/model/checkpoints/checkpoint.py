@@ -124,9 +124,17 @@ class Checkpoint:
 
     def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
         """Return `part` of tensor `name` in the dtype that it is stored in."""
-        if name in self._parts:
-            return torch.cat([self._read(each, entry) for each, entry in self._parts[name].items()])[tuple(part)]
-        return self._read(name, self._entries[name], part)
+        if name not in self._parts:
+            return self._read(name, self._entries[name], part)
+        if not part:
+            return torch.cat([self._read(each, entry) for each, entry in self._parts[name].items()])
+        found, begin, rows = list[torch.Tensor](), 0, range(*part[0].indices(self._entries[name].shape[0]))
+        for each, entry in self._parts[name].items():
+            count = entry.shape[0]
+            own = (min(max(at - begin, 0), count) for at in (rows.start, rows.stop))
+            found.append(self._read(each, entry, (slice(*own), *part[1:])))
+            begin += count
+        return torch.cat(found)
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         """The tensors whose rows follow one another in tensor `name`, in memory that the files map."""

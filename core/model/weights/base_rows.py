@@ -78,7 +78,8 @@ class CheckpointRows:
         from ..checkpoints.open_checkpoint import open_checkpoint
         from .tensor_parts import sources
 
-        return open_checkpoint(self.directory, {source.name for source in sources(self.config, ()).values()})
+        wanted = {source.name for source in sources(self.config, ()).values()}
+        return open_checkpoint(self.directory, wanted, self.config.tensors.joined)
 
     @cached_property
     def _sources(self) -> Mapping[str, Source]:

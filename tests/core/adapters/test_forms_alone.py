@@ -29,6 +29,9 @@ PROMPT = torch.randint(3, 150, (26,), generator=torch.Generator().manual_seed(7)
 
 TOLERANCE = 5e-3
 
+COMPUTED_PAST = {"mamba.dt_proj", "mixer.dt_proj"}
+"""Projections whose weights transformers multiplies by itself, so that adapters there are refused."""
+
 
 @quiet()
 @without_conversion()
@@ -98,4 +101,5 @@ def test_each_form_on_one_projection_is_computed_as_by_peft_or_refused(family):
         if most > TOLERANCE:
             faults[name] = most
     assert not faults
-    assert len({name.rpartition(" ")[0] for name in served}) == len({name.rpartition(" ")[0] for name in wanted})
+    refused = {name.rpartition(" ")[0] for name in wanted} - {name.rpartition(" ")[0] for name in served}
+    assert refused <= COMPUTED_PAST

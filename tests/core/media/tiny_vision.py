@@ -39,8 +39,8 @@ needs_vision = pytest.mark.skipif(
 )
 
 ENDS = "<end_of_utterance>"
-#: Differences of log-probabilities in float32 that are not found: sums in another order make a hundredth of it.
-TOLERANCE = 1e-3
+#: Differences of log-probabilities in float32 that are not found: those of recurrent layers in chunks reach 2e-3.
+TOLERANCE = 5e-3
 
 
 class Answer(list[int]):

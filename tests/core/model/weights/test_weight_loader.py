@@ -395,3 +395,24 @@ def test_peak_memory_is_the_weights_and_little_more(checkpoint):
     assert num_weights * 2 > 8 * gate_up
     assert max(float32, plain_float32) < num_weights * 4 + 2 * gate_up + (8 << 20)
     assert max(bfloat16, plain_bfloat16) < num_weights * 2 + 2 * gate_up + (8 << 20)
+
+
+def test_rows_of_tensors_that_follow_one_another_are_read_alone(tmp_path, monkeypatch):
+    parts = {"a.first": torch.arange(12.0).view(6, 2), "a.second": torch.arange(12.0, 20).view(4, 2)}
+    save_file(parts, tmp_path / "model.safetensors")
+    it = Checkpoint(tmp_path, joined={"both": ("first", "second")})
+    whole = torch.cat([*parts.values()])
+    read: list[tuple[str, int]] = []
+    original = Checkpoint._read
+
+    def noting(self, name, entry, part=()):
+        found = original(self, name, entry, part)
+        read.append((name, len(found)))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "_read", noting)
+    for begin, end in ((0, 10), (0, 3), (4, 8), (6, 10), (9, 10), (5, 5)):
+        read.clear()
+        assert torch.equal(it.read("a.both", (slice(begin, end), slice(1, 2))), whole[begin:end, 1:2])
+        assert sum(count for _, count in read) == end - begin
+    assert torch.equal(it.read("a.both"), whole)
