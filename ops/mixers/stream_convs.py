@@ -14,23 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
 
+from .conv_place import ConvPlace
 from .recurrent import RecurrentState, RecurrentWeights, StatePart, convolve, convolve_tokens
 
 if TYPE_CHECKING:
     from ..ranks.ranks import Collectives
-
-
-class ConvPlace(StrEnum):
-    """The stream that a convolution is of; the order is that of their channels."""
-
-    KEYS_AND_VALUES = "keys and values"
-    ATTENTION = "attention's output"
-    FEED_FORWARD = "the feed-forward part's output"
 
 
 @dataclass(slots=True)

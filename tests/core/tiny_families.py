@@ -1653,24 +1653,26 @@ def randomise(model: torch.nn.Module) -> None:
                 buffer.uniform_(0.5, 1.5)
 
 
+COMMON = {
+    "vocab_size": 150,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Fields that all geometries have unless they say otherwise."""
+
+
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
     config_class, arguments, shard = EVERY[name]
-    arguments = {
-        "vocab_size": 150,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.25,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **arguments,
-        **changes,
-    }
+    arguments = {**COMMON, **arguments, **changes}
     torch.manual_seed(sum(map(ord, name)))
     if config_class in BESIDE_TEXT:
         arguments = {"text_config": arguments, **BESIDE_TEXT[config_class]}

@@ -7,7 +7,7 @@ tests/core/layers/test_convolved_heads.py
 from __future__ import annotations
 
 from ....memory.pages.projections import Group
-from ....ops.mixers.stream_convs import ConvPlace
+from ....ops.mixers.conv_place import ConvPlace
 from ..specs.attention import AttentionSpec
 from ..specs.feed_forward import Experts, UngatedActivation
 from ..specs.head_conv import HeadConvSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....ops.mixers.stream_convs import ConvPlace
+from ....ops.mixers.conv_place import ConvPlace
 from ..specs.attention import AttentionSpec
 from ..specs.feed_forward import Experts
 from ..specs.stream_convs import StreamConvSpec

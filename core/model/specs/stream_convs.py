@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ....memory.pages.projections import Projection
+from ....ops.mixers.conv_place import ConvPlace
 from .recurrent import MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class StreamConvSpec(RecurrentSpec):
         """See `RecurrentSpec.weights`."""
         import torch
 
-        from ....ops.mixers.stream_convs import ConvPlace, StreamConvs, StreamConvWeights  # needs torch
+        from ....ops.mixers.stream_convs import StreamConvs, StreamConvWeights  # needs torch
 
         keys, values, attention, feed_forward = (
             tensors[f"{path}.weight"].squeeze(1).T.contiguous() for path in (_KEYS, _VALUES, _ATTENTION, _FEED_FORWARD)

@@ -12,8 +12,8 @@ from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import Attend
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.pages.states import StateLayout, StateShape
+from chorus.ops.mixers.conv_place import ConvPlace
 from chorus.ops.mixers.recurrent import RecurrentState
-from chorus.ops.mixers.stream_convs import ConvPlace
 
 from ..model.checkpoints.quantization.twins import weights
 from ..tiny_families import save_family

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from chorus.core.model.specs.stream_convs import StreamConvSpec
+from chorus.ops.mixers.conv_place import ConvPlace
 from chorus.ops.mixers.recurrent import RecurrentState
-from chorus.ops.mixers.stream_convs import ConvPlace, StreamConvWeights
+from chorus.ops.mixers.stream_convs import StreamConvWeights
 
 TAPS, CHANNELS = 4, 10
 

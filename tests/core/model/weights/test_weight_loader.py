@@ -403,7 +403,7 @@ def test_rows_of_tensors_that_follow_one_another_are_read_alone(tmp_path, monkey
     it = Checkpoint(tmp_path, joined={"both": ("first", "second")})
     whole = torch.cat([*parts.values()])
     read: list[tuple[str, int]] = []
-    original = Checkpoint._read
+    original = Checkpoint._read  # noqa: SLF001
 
     def noting(self, name, entry, part=()):
         found = original(self, name, entry, part)
