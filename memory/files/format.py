@@ -105,8 +105,9 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
             untrained = _untrained(file, names, config, projections)
             _leave_out(untrained, targets, names, projections)
+            _leave_out_experts(file, targets, names, config, projections)
             _check_experts(config, targets, projections)
-            _check_biasesnts(config, targets, projections)
+            _check_latents(config, targets, projections)
             _check_biases(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
@@ -214,7 +215,7 @@ def _check_biases(config: AdapterConfig, targets: Targets, projections: Projecti
         )
 
 
-def _check_biasesnts(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
+def _check_latents(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
     """Keys and values of latents are made, if at all, for the adapter of those who attend to them."""
     found = next((name for _, name in targets if projections[name].group is Group.KV_UP), None)
     if found is not None and config.invocation_tokens:
@@ -272,6 +273,17 @@ def _leave_out(modules: Collection[str], targets: Targets, names: Names, project
     """Take projections off the targets, and their names off the names."""
     for target in [each for each in targets if projections.name_of_all(each[1]) in modules]:
         del targets[target], names[target]
+
+
+def _leave_out_experts(
+    file: AdapterWeights, targets: Targets, names: Names, config: AdapterConfig, projections: Projections
+) -> None:
+    """Take experts without tensors off the targets of "all-linear" and PEFT's default: they stay the base model's."""
+    if config.names_targets:
+        return
+    for target, pair in list(names.items()):
+        if projections[target[1]].expert is not None and not any(map(file.tensors.__contains__, pair)):
+            del targets[target], names[target]
 
 
 def _check_shapes(

@@ -330,7 +330,8 @@ def test_bad_tensors_of_all_experts_are_named(mixture, tmp_path, spoil, why):
         inspect_adapter(tinkers(tmp_path / "own", config, spoil), config.module_paths)
 
 
-def test_experts_may_have_ranks_of_their_own_and_be_left_out(mixture, drive, tmp_path):
+@pytest.mark.parametrize("targets", [r".*(self_attn\.q_proj|experts\.[0-4]\.(gate|up|down)_proj)", "all-linear"])
+def test_experts_may_have_ranks_of_their_own_and_be_left_out(mixture, drive, tmp_path, targets):
     """Expert 3 has another rank, padded with zeros it has the others'; experts from 5 on are left out, or zeros."""
     it, config = mixture("qwen3-moe"), read_model_config(mixture("qwen3-moe").model)
     own = one_by_one(it.adapters["r2-experts"], tmp_path / "own", config.experts.count)
@@ -349,7 +350,7 @@ def test_experts_may_have_ranks_of_their_own_and_be_left_out(mixture, drive, tmp
     save_file(zeros, padded / "adapter_model.safetensors")
     file = own / "adapter_config.json"
     fields = json.loads(file.read_text())
-    fields["target_modules"] = r".*(self_attn\.q_proj|experts\.[0-4]\.(gate|up|down)_proj)"
+    fields["target_modules"] = targets
     fields["rank_pattern"] = {r".*experts\.3\.\w+": 1, **fields["rank_pattern"]}
     fields["alpha_pattern"] = {
         r".*layers\.0\.mlp\.experts\.3\.(gate|up)_proj": 2,  # over a third of the rank the scale of 6 / 3
