@@ -51,14 +51,23 @@ class ServedAdapters:
 
     # -- checks
 
-    def check(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
+    def check(
+        self,
+        path: Path,
+        roots: Sequence[Path] = (),
+        image: HostImage | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> AdapterManifest:
         """Read and check an adapter directory, weights included, without registering it.
 
-        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`. It
-        and `check_weights` may be called from any thread: they take as long as the disk does and no step waits for
-        them. Raises AdapterFormatError.
+        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`.
+        max_bytes: see `AdapterManifest.check_size`. It and `check_weights` may be called from any thread: they take as
+        long as the disk does and no step waits for them. Raises AdapterFormatError.
         """
-        return self.check_weights(self.inspect(path, roots), image)
+        manifest = self.inspect(path, roots)
+        manifest.check_size(max_bytes)
+        return self.check_weights(manifest, image)
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Read and check an adapter's configuration and the headers of its weights, as `check` does."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Projections
+from .error import AdapterFormatError
 from .module_paths import ModulePaths
 from .peft_form import PeftForm
 from .peft_names import STEM
@@ -103,6 +104,22 @@ class AdapterManifest:
         if any(part.experts for part in self.parts):
             return "changes experts, which can't be composed with others"
         return None
+
+    @property
+    def num_values(self) -> int:
+        """Elements of A and B as they are served, which may be many more than the file has."""
+        table = None if self.modules is None else self.modules.projections
+        if table is None:
+            return 0
+        return sum(part.num_slabs * sum(sum(table[name].dims) for name in part.targets) for part in self.parts)
+
+    def check_size(self, max_bytes: int | None) -> None:
+        """Raise AdapterFormatError for computed A and B that take more bytes in 16 bits; None: they may."""
+        if max_bytes is not None and self.is_larger and (size := 2 * self.num_values) > max_bytes:
+            raise AdapterFormatError(
+                f"{self.path}: its {self.form} becomes {size} bytes of LoRA, and {max_bytes} are allowed "
+                "(max_adapter_bytes); train with smaller factors, or raise the setting"
+            )
 
     @property
     def rank(self) -> int:

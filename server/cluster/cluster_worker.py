@@ -330,6 +330,7 @@ class ClusterWorker:
         settle: Settle = in_place,
         *,
         everywhere: bool = False,
+        max_bytes: int | None = None,
     ) -> AdapterManifest:
         """Have the replicas check the weights, too, where `settle` has moved them, and keep them under their hash.
 
@@ -337,7 +338,9 @@ class ClusterWorker:
         """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        manifest = settle(with_content(self._inspect(path, roots)))
+        manifest = self._inspect(path, roots)
+        manifest.check_size(max_bytes)
+        manifest = settle(with_content(manifest))
         content = manifest.content_hash
         if content is not None:
             try:

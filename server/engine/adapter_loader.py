@@ -284,7 +284,8 @@ class AdapterLoader:
     def _check(self, directory: Path, source: LoadSource) -> tuple[AdapterManifest, HostImage]:
         """The adapter to be swapped in, as it is on the disk at the end of the check, and its weights."""
         image = HostImage()
-        manifest = self._worker.check_adapter(directory, source.roots, image, source.settle, everywhere=source.is_push)
+        limits = {"everywhere": source.is_push, "max_bytes": source.max_bytes}
+        manifest = self._worker.check_adapter(directory, source.roots, image, source.settle, **limits)
         with open_unchanged(manifest):
             return manifest, image
 

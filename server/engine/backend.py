@@ -143,10 +143,11 @@ class Backend(Protocol):
         settle: Settle = in_place,
         *,
         everywhere: bool = False,
+        max_bytes: int | None = None,
     ) -> AdapterManifest:
         """Read, check and hash an adapter on the caller's thread. image: receives the weights, for `put`. settle: moves
         the files, once they are hashed, and returns the manifest of where they stay. everywhere: fail unless every
-        replica can load it; otherwise one of a cluster's is enough.
+        replica can load it; otherwise one of a cluster's is enough. max_bytes: see `AdapterManifest.check_size`.
 
         Raises AdapterFormatError.
         """

@@ -34,10 +34,13 @@ class LoadSource(NamedTuple):
     is_push: bool = False
     """A client loads it and waits until every replica of a cluster has it."""
 
+    max_bytes: int | None = None
+    """See `AdapterManifest.check_size`; None: an operator's own files."""
+
     @classmethod
     def upload(cls, draft: StagedUpload) -> LoadSource:
         """Uploaded files, which get their final directory once they were checked."""
-        return cls(draft.directory, settle=partial(_sealed, draft), is_push=True)
+        return cls(draft.directory, settle=partial(_sealed, draft), is_push=True, max_bytes=draft.max_bytes)
 
 
 def _sealed(draft: StagedUpload, manifest: AdapterManifest) -> AdapterManifest:

@@ -221,6 +221,7 @@ class EngineWorker:
         settle: Settle = in_place,
         *,
         everywhere: bool = False,
+        max_bytes: int | None = None,
     ) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, while steps go on. Raises AdapterFormatError.
 
@@ -229,7 +230,7 @@ class EngineWorker:
         """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        return settle(self._engine.adapters.check(path, roots, image))
+        return settle(self._engine.adapters.check(path, roots, image, max_bytes=max_bytes))
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
         """Reads and checks the weights of an adapter with a checked header; otherwise like `check_adapter`."""

@@ -300,6 +300,11 @@ class StagedUpload:
                 os.truncate(self._path / ROOM_FILE, self._reserved)
         self.num_bytes += more
 
+    @property
+    def max_bytes(self) -> int:
+        """The most that it may have."""
+        return self._store.max_bytes
+
     def directory(self) -> Path:
         """Where all that was written can be read until `seal`."""
         with self._busy:

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +148,25 @@ def test_bytes_are_refused_without_a_directory_for_them(shared, reference):
     assert error_of(push(shared, reference.adapters["r2-qv"]), 403) == "adapter_uploads_disabled"
     form = {"data": {"model": "alice"}, "files": {"prompt": ("x", b"y")}}
     assert error_of(shared.client.post("/v1/completions", **form), 415) == "unsupported_media_type"
+
+
+@pytest.mark.wide
+def test_what_an_upload_becomes_is_limited_too(serve, reference, tmp_path):
+    """LoKr's small factors become matrices of LoRA that are many times as large."""
+    from peft import LoKrConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    lokr = LoKrConfig(r=2, alpha=3, target_modules=targets, task_type="CAUSAL_LM", init_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(reference.model), lokr).save_pretrained(tmp_path / "lokr")
+    most = 2 * sum((tmp_path / "lokr" / file).stat().st_size for file in FILES)
+    live = serve(max_adapter_bytes=most)
+    refused = push(live, tmp_path / "lokr")
+    assert error_of(refused, 400) == "invalid_adapter"
+    assert re.search(rf"becomes \d+ bytes of LoRA, and {most} are allowed", refused.json()["error"]["message"])
+    assert push(live, reference.adapters["r2-qv"]).status_code == 200, "whose file is as large as what it becomes"
+    shutil.rmtree(tmp_path / "uploads")
+    assert push(serve(), tmp_path / "lokr").status_code == 200
 
 
 @pytest.mark.wide
