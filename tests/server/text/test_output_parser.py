@@ -362,7 +362,7 @@ def test_very_many_blanks_are_not_read_again_for_each_that_comes(before, wanted)
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "75001", "75001"),
         ({"type": ["string", "null"]}, "True", "True"),
         ({"type": ["string", "null"]}, "None", None),
-        ({"type": ["string", "null"]}, '"75001"', "75001"),
+        ({"type": ["string", "null"]}, '"75001"', '"75001"'),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"const": "[1]"}, "[1]", "[1]"),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "75001", 75001),
