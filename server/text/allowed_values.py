@@ -130,12 +130,18 @@ class AllowedValues:
         rules = []
         for part in self.conjuncts(schema):
             rules.append(_own_inner(part, key))
-            for several in _alternatives(part):
-                told = [found for each in several if (found := self._inner(each, key, seen, depth + 1)) is not True]
-                rules.append(told[0] if len(told) == 1 else {"anyOf": told} if told else True)
-        rules = [each for each in rules if each is not True]
-        seen[id(schema)] = rules[0] if len(rules) == 1 else {"allOf": rules} if rules else True
+            rules += (
+                _joined("anyOf", [self._inner(each, key, seen, depth + 1) for each in several])
+                for several in _alternatives(part)
+            )
+        seen[id(schema)] = _joined("allOf", rules)
         return seen[id(schema)]
+
+
+def _joined(name: str, schemas: Sequence[Any]) -> Any:
+    """One schema of those that tell something; True: none does."""
+    told = [each for each in schemas if each is not True]
+    return {name: told} if len(told) > 1 else told[0] if told else True
 
 
 def _own_inner(schema: Mapping[str, Any], key: str | int) -> Any:
