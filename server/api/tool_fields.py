@@ -77,7 +77,7 @@ class ToolFields(BaseModel):
         if not self._may_call:
             return
         for index, tool in enumerate(self.tools):
-            _check_tool(tool, f"tools[{index}]")
+            check_tool(tool, f"tools[{index}]")
         size = len(json.dumps(self.tools, ensure_ascii=False).encode("utf-8", "surrogatepass"))
         if size > limits.max_tool_bytes:
             message = f"tools have {size} bytes, this server accepts {limits.max_tool_bytes}"
@@ -246,7 +246,8 @@ def _wrong_choice() -> ApiError:
     return ApiError(400, message, param="tool_choice")
 
 
-def _check_tool(tool: dict[str, Any], where: str) -> None:
+def check_tool(tool: dict[str, Any], where: str) -> None:
+    """Raises an ApiError for a tool that is no function, or whose schema is none of arguments."""
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise ApiError(400, f"{where} must be a function: type and function", param=where)
