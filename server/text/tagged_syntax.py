@@ -255,13 +255,15 @@ class JsonValue:
         self._close, self._kinds = close, kinds
         self._outside = re.compile('"|' + re.escape(close))
         self._first = -1  # where the first closing tag is
+        self._searched = 0  # how far it has been searched for
         self._at = 0  # how far the text has been read
         self._in_string = False
 
     def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
         """Return the value, the rest of the text, and whether the value has ended."""
         if self._first < 0:
-            self._first = text.find(self._close, max(0, self._at - len(self._close)))
+            self._first = text.find(self._close, self._searched)
+            self._searched = max(0, len(text) - len(self._close))
         end = self._end(text)
         if end < 0 and final:
             end = self._first
