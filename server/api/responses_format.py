@@ -149,7 +149,7 @@ class ResponsesFormat(BlockFormat):
             "service_tier": None,
             "store": False,
             "temperature": params.temperature,
-            "top_p": params.top_p,
+            "top_p": params.top_p if self._asked.top_p is None else self._asked.top_p,
             "usage": None,
             **self._told,
         }

@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from ...core.requests.grammar import Grammar, GrammarKind
-from ...core.requests.json_schemas import check_optional, located, relaxed
+from ...core.requests.json_schemas import check_optional, located, relaxed, without_nulls
 from ..errors import ApiError, clipped
 from ..text.argument_syntax import ArgumentSyntax
 from ..text.channel_parser import ChannelParser
 from ..text.output_parser import OutputParser
 from ..text.output_parts import PartReader
 from ..text.output_syntax import OutputSyntax
-from .grammar_fields import check_size
+from .grammar_fields import check_size, check_strict
 from .output_grammar import output_grammar
 
 if TYPE_CHECKING:
@@ -61,6 +61,16 @@ class ToolFields(BaseModel):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_BUDGET)] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _no_null_rules(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {**tool, "function": {**function, "parameters": without_nulls(function["parameters"])}}
+            if isinstance(function := tool.get("function"), dict) and "parameters" in function
+            else tool
+            for tool in tools
+        ]
 
     @property
     def num_earlier_calls(self) -> int:
@@ -264,6 +274,10 @@ def check_tool(tool: dict[str, Any], where: str) -> None:
         raise ApiError(400, f"{where}.properties must be an object", param=f"{where}.properties")
     if _depth(function) > MAX_DEPTH:
         raise ApiError(400, f"{where} is nested more than {MAX_DEPTH} deep", param=where)
+    if function.get("strict"):
+        check_strict(
+            {"type": "object", "properties": {}, **(parameters or {"additionalProperties": False})}, where, where
+        )
 
 
 def _depth(value: Any) -> int:

@@ -85,7 +85,7 @@ def test_log_probabilities(client):
     response = client.responses.create(model="base", input="hi", include=include, top_logprobs=2)
     scores = response.output[0].content[0].logprobs
     assert [score.token for score in scores[:2]] == ["u", "s"] and len(scores[0].top_logprobs) == 2
-    assert len(scores) == response.usage.output_tokens
+    assert len(scores) == response.usage.output_tokens - 1, "all but the end token"
     events = list(client.responses.create(model="base", input="hi", include=include, stream=True))
     told = [score for event in events if event.type == "response.output_text.delta" for score in event.logprobs]
     (done,) = (event for event in events if event.type == "response.output_text.done")
@@ -130,6 +130,7 @@ def test_instructions_and_developers_are_the_system(start, fake_engine, pretrain
 
 def test_text_format_is_a_grammar():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
     text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
 
     asked = ResponsesRequest.parse(json.dumps({"input": "hi", "text": text}).encode(), RequestLimits())
