@@ -137,8 +137,7 @@ class Choice:
             final = self.finish_reason is not None
             parts = self._reader.read(text, final=final)
             if self.request.params.logprobs is not None:
-                shown = offsets[:-1] if tokens and self._is_end(output, tokens[-1]) else offsets
-                parts = self._scores.given(parts, shown, logprobs[: len(shown)], self._stream.position, final=final)
+                parts = self._with_scores(parts, output, offsets, final=final)
             if self.finish_reason == FinishReason.STOP.value and self._reader.calls:
                 self.finish_reason = TOOL_CALLS
         self.token_ids += tokens
@@ -159,6 +158,13 @@ class Choice:
             prompt_logprobs=output.prompt_logprobs,
             parts=parts,
         )
+
+    def _with_scores(
+        self, parts: list[Part], output: RequestOutput, offsets: Sequence[int], *, final: bool
+    ) -> list[Part]:
+        """The parts with the log-probabilities of their tokens; an end token that is not shown is in none."""
+        shown = offsets[:-1] if offsets and self._is_end(output, output.token_ids[len(offsets) - 1]) else offsets
+        return self._scores.given(parts, shown, output.logprobs[: len(shown)], self._stream.position, final=final)
 
     def _add_counts(self, output: RequestOutput) -> None:
         if self.num_cached_tokens is None:
