@@ -43,7 +43,7 @@ class SpeltSpecials:
         self._words = [content for content in self._special.values() if len(content) > 1]
         cut = [content[:MOST_CHARACTERS] for content in self._words]
         self._begins = re.compile(_any_of(cut)) if cut else None
-        self._torn_by = lru_cache(8)(self._tearing)
+        self._torn_by = lru_cache(64)(self._tearing)
 
     def are_in(self, value: Any) -> bool:
         """True if a string, or any string in a list or mapping, contains a special token."""
