@@ -33,6 +33,7 @@ from .engine.sourced_adapters import SourcedAdapters
 from .engine.telemetry import Telemetry
 from .errors import validated
 from .executors import DaemonPool
+from .library.absent import refuse
 from .library.adapter_files import AdapterFiles
 from .library.arguments import refuse_unknown
 from .library.asking import Asking, PromptRequest
@@ -473,6 +474,11 @@ class LLM:
         self._worker.stop()
         self._threads.shutdown()
         self._files.close()
+
+    if not TYPE_CHECKING:  # else a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Never:
+            refuse(self, name)
 
     def __enter__(self) -> LLM:
         return self

@@ -53,7 +53,9 @@ MAX_ITEMS, MAX_SCHEMA_ITEMS = 500, 4000
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ", "lenient": False}
 
 _CUT = "<non-verbose/>"  # llguidance's, where a message would go on with its state
+_TRACE = "\n<backtrace>"  # of a panic within it
 _NO_TEXT = "NoExtensionBias"
+_PREFIX_SPACE = re.compile(r'"add_prefix_space"\s*:\s*true')
 _RULES = re.compile(r"\n *\d+ \| ")  # before the first of the rules, which its messages repeat
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")  # in them
 
@@ -156,7 +158,7 @@ class Grammars:
         if not self._eos_token_ids:
             raise InvalidGrammar("this model has no end-of-sequence token, by which an answer that matches would end")
         try:
-            text = (self._model / "tokenizer.json").read_text(encoding="utf-8")
+            text = _within_texts((self._model / "tokenizer.json").read_text(encoding="utf-8"))
             try:
                 return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
             except ValueError:  # the tokenizer has more tokens than the model
@@ -180,8 +182,22 @@ def _work(tokenizer: LLTokenizer) -> GrammarWork:
     return GrammarWork(LLExecutor(count), count, -(-tokenizer.vocab_size // 32), spare)
 
 
+def _within_texts(tokenizer: str) -> str:
+    """A tokenizer.json without the space before each text: what a grammar forces stands within an answer. llguidance
+    drops other tokenizers' spaces itself.
+    """
+    if _PREFIX_SPACE.search(tokenizer) is None:
+        return tokenizer
+    read = json.loads(tokenizer)
+    first = read.get("pre_tokenizer") or {}
+    for each in (first, *first.get("pretokenizers", ())):
+        if each.get("type") == "ByteLevel":
+            each["add_prefix_space"] = False
+    return json.dumps(read, ensure_ascii=False)
+
+
 def _told(message: str) -> str:
-    return message.partition(_CUT)[0].strip()
+    return message.partition(_CUT)[0].partition(_TRACE)[0].strip()
 
 
 def _of_client(message: str, grammar: Grammar) -> str:

@@ -202,19 +202,38 @@ def moved(schema: Any, pointer: str) -> Any:
     """A schema whose references mean the same once its document is at `pointer` of another, such as `/$defs/inner`."""
     if not isinstance(schema, Mapping):
         return schema
-    inside = {name: _moved_value(name, value, pointer) for name, value in schema.items()}
+    inside = {name: _changed(name, value, lambda each: moved(each, pointer)) for name, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         inside["$ref"] = f"#{pointer}{reference[1:]}"
     return inside
 
 
-def _moved_value(name: str, value: Any, pointer: str) -> Any:
+def _changed(name: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value of a keyword with the schemas in it changed."""
     if name in _MAPS and isinstance(value, Mapping):
-        return {key: moved(each, pointer) for key, each in value.items()}
+        return {key: change(each) for key, each in value.items()}
     if isinstance(value, list) and name in (*_LISTS, "items"):
-        return [moved(each, pointer) for each in value]
-    return moved(value, pointer) if name in _SINGLES else value
+        return [change(each) for each in value]
+    return change(value) if name in _SINGLES else value
+
+
+def open_object(schema: Any) -> str | None:
+    """The path of the first object in a schema that may have other properties than its own; None: there is none."""
+    for path, each in subschemas(schema):
+        kinds = each.get("type")
+        is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds) or "properties" in each
+        if is_object and each.get("additionalProperties") is not False:
+            return path
+    return None
+
+
+def without_nulls(schema: Any) -> Any:
+    """A schema without `required: null`, which some libraries write where nothing is required."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {name: value for name, value in schema.items() if not (name == "required" and value is None)}
+    return {name: _changed(name, value, without_nulls) for name, value in kept.items()}
 
 
 def relaxed(schema: Any) -> Any:
@@ -232,12 +251,9 @@ def relaxed(schema: Any) -> Any:
 
 
 def _relaxed_value(name: str, value: Any) -> Any:
-    if name in _MAPS and isinstance(value, Mapping):
-        has_patterns = name == "patternProperties"
-        return {key: relaxed(each) for key, each in value.items() if not (has_patterns and _LOOKS_AROUND.search(key))}
-    if isinstance(value, list) and name in (*_LISTS, "items"):
-        return [relaxed(each) for each in value]
-    return relaxed(value) if name in _SINGLES else value
+    if name == "patternProperties" and isinstance(value, Mapping):
+        value = {key: each for key, each in value.items() if not _LOOKS_AROUND.search(key)}
+    return _changed(name, value, relaxed)
 
 
 def _is_enforced(name: str, value: Any) -> bool:

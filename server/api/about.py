@@ -79,12 +79,13 @@ class Api:
         self._started = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine accepts requests and makes progress; 503 if it does not, or is about to end.
+        """200 while the engine makes progress, or is asleep, which `status` tells; 503 if it does neither, or is about
+        to end.
 
         If keys are required, a client without one, or with a key for some models, gets only the status.
         """
         healthy = self._worker.healthy and not self._gate.draining
-        body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}
+        body: dict[str, object] = {"status": self._status(healthy=healthy)}
         if request.state.identity is not None and not request.state.identity.grant.limited:
             body["stats"] = asdict(self._worker.stats)
             body["images"] = self._worker.model.why_blind or "served"
@@ -97,6 +98,11 @@ class Api:
             if not healthy:
                 body["reason"] = self._worker.trouble or "the server is shutting down"
         return JsonResponse(body, status_code=200 if healthy else 503)
+
+    def _status(self, *, healthy: bool) -> str:
+        if healthy:
+            return "asleep" if self._gate.asleep else "ok"
+        return "draining" if self._gate.draining else "unavailable"
 
     async def index(self, request: Request) -> Response:
         """The operator's page for a browser; links to the API for a program."""

@@ -6,7 +6,7 @@ Tests: tests/server/test_completions.py, tests/server/test_chat.py
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..access.limits import RequestLimits, check_json
-from . import generate_request, messages_request, responses_request, tokens_api
+from . import generate_request, messages_request, tokens_api
 from .caller import Caller
 from .chat_request import ChatBatch, ChatCompletionRequest, Conversations, has_messages
 from .completion_request import CompletionRequest
@@ -45,6 +45,8 @@ class ParsedRequest:
     """Prefix of the response's id."""
     names: Mapping[str, str]
     """The client's names of fields, for errors."""
+    left_out: Sequence[str] = ()
+    """The client's fields without an effect."""
 
 
 def _completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -69,9 +71,8 @@ def _invocation(body: bytes, limits: RequestLimits) -> ParsedRequest:
 def _response(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """OpenAI's Responses; none is stored."""
     asked = ResponsesRequest.parse(body, limits)
-    return ParsedRequest(
-        ChatBatch.of(asked.chat), partial(ResponsesFormat, asked.told), "resp_", responses_request.NAMES
-    )
+    make_format = partial(ResponsesFormat, asked.told, asked.tools)
+    return ParsedRequest(ChatBatch.of(asked.chat), make_format, "resp_", asked.names, asked.left_out)
 
 
 def _message(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -134,6 +135,7 @@ class GenerationApi:
 
     async def _converse(self, request: Request, parsed: ParsedRequest, batch: ChatBatch, arrival: float) -> Response:
         asked, generation = batch.asked, await self.builder.converse(Caller.of(request), batch, parsed.prefix, arrival)
+        generation.ignored = [*generation.ignored, *parsed.left_out]
         return await self.responder.to(
             request, asked, generation, parsed.make_format, batch.begun if asked.echo else ()
         )

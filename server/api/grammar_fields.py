@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from ...core.requests.grammar import Grammar, GrammarKind
-from ...core.requests.json_schemas import relaxed
+from ...core.requests.json_schemas import open_object, relaxed
 from ..errors import ApiError
 
 if TYPE_CHECKING:
@@ -90,7 +90,23 @@ def _of_json_schema(name: str, asked: dict[str, Any]) -> Grammar:
         raise ApiError(400, f"{name}.json_schema.strict must be true or false", param=name)
     if not isinstance(schema, dict):
         raise ApiError(400, f"{name}.json_schema has no schema", param=name)
+    if strict:
+        check_strict(schema, f"{name}.json_schema.schema", name)
     return _read(name, "json", relaxed(schema) if strict is False else schema)
+
+
+def check_strict(schema: Any, where: str, param: str) -> None:
+    """Raises an ApiError for a schema that says `strict`, and has an object that may have further properties, as OpenAI
+    does.
+    """
+    if (path := open_object(schema)) is not None:
+        place = f"{where}.{path}" if path else where
+        raise ApiError(
+            400,
+            f"{place} says strict, so its additionalProperties must be supplied and be false; add "
+            '"additionalProperties": false to each object, or leave strict out',
+            param=param,
+        )
 
 
 _KINDS: dict[str, tuple[GrammarKind, type | tuple[type, ...], str]] = {

@@ -45,6 +45,9 @@ INT64_MAX = 2**63 - 1
 SAME = ("presence_penalty", "frequency_penalty", "seed", "ignore_eos")
 """Fields that are passed on as sampling parameters."""
 
+LEAST_MASS = 1e-9
+"""A nucleus that only the likeliest token is in."""
+
 DEFAULTED = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Fields for which the model has defaults."""
 
@@ -137,7 +140,7 @@ class GenerationRequest(GrammarFields):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, stop: Any) -> Any:
-        stops = [stop] if isinstance(stop, str) else stop
+        stops = ([stop] if stop else []) if isinstance(stop, str) else stop
         if isinstance(stops, list):
             if "" in stops:
                 raise ValueError("a stop string can't be empty")
@@ -328,9 +331,12 @@ class GenerationRequest(GrammarFields):
         least = self.min_tokens
         if "min_tokens" not in self.model_fields_set:
             least = min(defaults.min_tokens, max(room, 1) if most is None else most)
+        chosen = {name: _or(getattr(self, name), getattr(defaults, name)) for name in DEFAULTED}
+        if chosen["top_p"] == 0:  # the likeliest token alone, as at OpenAI
+            chosen["top_p"] = LEAST_MASS
         first = RequestParams(
             **{name: getattr(self, name) for name in SAME},
-            **{name: _or(getattr(self, name), getattr(defaults, name)) for name in DEFAULTED},
+            **chosen,
             max_tokens=most,
             min_tokens=least,
             top_k=0 if self.top_k == -1 else _or(self.top_k, defaults.top_k),  # -1: vLLM's word for "all tokens"

@@ -14,9 +14,10 @@ from orjson import Fragment
 from ..errors import ApiError
 from ..text.output_parts import PartKind
 from .blocks import BlockFormat, ContentBlock
+from .response_tools import ResponseTools
 from .responses import Body
 
-_PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.CALL: "fc_"}
+_PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_"}
 
 _PARTS = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
 """Types of the single part of a text item."""
@@ -25,10 +26,11 @@ _PARTS = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
 class ResponsesFormat(BlockFormat):
     """Blocks as items of an output, and numbered events."""
 
-    def __init__(self, told: Mapping[str, Fragment], *args: Any) -> None:
-        """told: the fields of the request that the response repeats."""
+    def __init__(self, told: Mapping[str, Fragment], tools: ResponseTools, *args: Any) -> None:
+        """told: the fields of the request that the response repeats. tools: whose calls have types of their own."""
         super().__init__(*args)
         self._told = told
+        self._tools = tools
         self._num_events = 0
 
     def opening(self) -> Iterator[Body]:
@@ -61,13 +63,21 @@ class ResponsesFormat(BlockFormat):
             yield self._event("content_part.added", part=self._part(block, ""), **self._position(block))
 
     def _added(self, block: ContentBlock, text: str, scores: list[Body]) -> Iterator[Body]:
+        if block.kind is PartKind.CALL and self._tools.tool(block.name).kind != "function":
+            return  # what the arguments are of is known at their end
         more = {"logprobs": scores} if block.kind is PartKind.CONTENT else {}
         yield self._event(f"{self._field(block)}.delta", delta=text, **self._position(block), **more)
 
     def _closed(self, block: ContentBlock) -> Iterator[Body]:
         text, position = block.text, self._position(block)
         if block.kind is PartKind.CALL:
-            yield self._event("function_call_arguments.done", name=block.name, arguments=text, **position)
+            tool = self._tools.tool(block.name)
+            if tool.kind == "function":
+                yield self._event("function_call_arguments.done", name=tool.name, arguments=text, **position)
+            elif tool.kind == "custom":
+                said = tool.text(text)
+                yield self._event("custom_tool_call_input.delta", delta=said, **position)
+                yield self._event("custom_tool_call_input.done", input=said, **position)
         else:
             more = {"logprobs": block.scores} if block.kind is PartKind.CONTENT else {}
             yield self._event(f"{self._field(block)}.done", text=text, **position, **more)
@@ -87,7 +97,8 @@ class ResponsesFormat(BlockFormat):
         return position if block.kind is PartKind.CALL else {**position, "content_index": 0}
 
     def _id(self, block: ContentBlock) -> str:
-        return f"{_PREFIXES[block.kind]}{self._generation.id.removeprefix('resp_')}_{block.index}"
+        prefix = _PREFIXES.get(block.kind) or self._tools.tool(block.name).prefix
+        return f"{prefix}{self._generation.id.removeprefix('resp_')}_{block.index}"
 
     def _part(self, block: ContentBlock, text: str) -> Body:
         part: Body = {"type": _PARTS[block.kind], "text": text}
@@ -101,7 +112,8 @@ class ResponsesFormat(BlockFormat):
         cut = block is self._blocks[-1] and self._generation.choices[0].finish_reason == "length"
         item: Body = {"id": self._id(block), "status": "incomplete" if cut else "completed" if done else "in_progress"}
         if block.kind is PartKind.CALL:
-            return {**item, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
+            tool = self._tools.tool(block.name)
+            return {**item, "type": tool.call, "call_id": block.call_id, **tool.said(text)}
         parts = [self._part(block, text)] if done else []
         if block.kind is PartKind.REASONING:
             return {**item, "type": "reasoning", "summary": [], "content": parts}
@@ -137,8 +149,7 @@ class ResponsesFormat(BlockFormat):
             "service_tier": None,
             "store": False,
             "temperature": params.temperature,
-            "top_p": params.top_p,
-            "truncation": "disabled",
+            "top_p": params.top_p if self._asked.top_p is None else self._asked.top_p,
             "usage": None,
             **self._told,
         }

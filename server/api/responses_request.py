@@ -5,9 +5,10 @@ Tests: tests/server/api/test_responses.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from orjson import Fragment
 from pydantic import BeforeValidator, StrictInt
@@ -17,6 +18,7 @@ from ..errors import clipped
 from .chat_request import ChatCompletionRequest
 from .fields import unsupported
 from .json_text import dumps
+from .response_tools import CALLS, ResponseTools, called
 from .translation import AsChat, content_of, objects, part_text, typed, wrong
 
 _STATELESS = "this server stores nothing between requests; send the whole conversation in input"
@@ -35,6 +37,12 @@ NAMES = {
     "verbosity": "text",
 }
 """The client's names for fields of the chat request."""
+
+UNREAD = ("ghost_snapshot", "image_generation_call", "tool_search_call", "tool_search_output", "web_search_call")
+"""Types of items that the model is not shown: of tools that it does not have, and of the client's own notes."""
+
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+"""Types of items with what a tool returned."""
 
 TEXTS = ("input_text", "output_text", "text", "refusal")
 
@@ -57,8 +65,8 @@ class ResponsesBody(AsChat):
         "previous_response_id": ((), _STATELESS),
         "prompt": ((), "this server stores no prompts; send instructions and input, or a text to POST /v1/completions"),
         "store": ((False,), _STATELESS),
-        "truncation": (("disabled",), "use truncate_prompt_tokens to cut the beginning of a prompt that is too long"),
     }
+    harmless = frozenset(("client_metadata",))
 
     input: Annotated[list[dict[str, Any]], BeforeValidator(_items, json_schema_input_type=str | list[dict[str, Any]])]
     include: list[Any] = []
@@ -71,6 +79,7 @@ class ResponsesBody(AsChat):
     tool_choice: Any = "auto"
     tools: list[dict[str, Any]] = []
     top_logprobs: StrictInt | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,14 @@ class ResponsesRequest:
     chat: ChatCompletionRequest
     told: dict[str, Fragment]
     """The fields that the response repeats, as JSON."""
+    tools: ResponseTools
+    left_out: Sequence[str]
+    """Fields without an effect."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The client's names for fields of the chat request, also for those of its tools."""
+        return NAMES | self.tools.places
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ResponsesRequest:
@@ -89,10 +106,13 @@ class ResponsesRequest:
                 message = f"include can't have {clipped(repr(one))}; it may have {', '.join(INCLUDED)}"
                 raise unsupported("include", message)
         response_format, verbosity = _text(asked.text)
+        tools = ResponseTools.of(asked.tools)
+        told = [item for item in enumerate(asked.input) if item[1].get("type") not in UNREAD]
+        left_out = dict.fromkeys(f"input.{each['type']}" for each in asked.input if each.get("type") in UNREAD)
         chat = asked.as_chat(
             limits,
-            NAMES,
-            messages=_messages(asked.instructions, asked.input),
+            NAMES | tools.places,
+            messages=_messages(asked.instructions, told),
             max_completion_tokens=asked.max_output_tokens,
             logprobs=LOGPROBS in asked.include or bool(asked.top_logprobs),
             top_logprobs=asked.top_logprobs,
@@ -100,10 +120,12 @@ class ResponsesRequest:
             verbosity=verbosity,
             reasoning_effort=(asked.reasoning or {}).get("effort"),
             parallel_tool_calls=asked.parallel_tool_calls,
-            tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools)],
-            tool_choice=_tool_choice(asked.tool_choice) if "tool_choice" in asked.model_fields_set else None,
+            tools=tools.functions,
+            tool_choice=_tool_choice(asked.tool_choice, tools) if "tool_choice" in asked.model_fields_set else None,
+            truncate_prompt_tokens=-1 if asked.truncation == "auto" else None,
         )
-        return cls(chat, {name: _written(name, getattr(asked, name)) for name in TOLD})
+        repeated = {name: _written(name, getattr(asked, name)) for name in TOLD}
+        return cls(chat, repeated, tools, [*tools.left_out, *left_out])
 
 
 TOLD = ResponsesBody.model_fields.keys() - AsChat.model_fields.keys() - {"input", "include"}
@@ -117,11 +139,11 @@ def _written(name: str, value: Any) -> Fragment:
         raise wrong(name, "JSON without numbers beyond 64 bits") from None
 
 
-def _messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
     """The conversation: instructions and a first system message become one message, as do consecutive items of the
-    assistant.
+    assistant. items: each with its place.
     """
-    told = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
+    told = [_message(item, f"input[{index}]") for index, item in items]
     if instructions:
         told.insert(0, {"role": "system", "content": instructions})
     first = [each["content"] for each in takewhile(_is_system_text, told)]
@@ -154,11 +176,10 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind == "message":
         return _spoken(item, where)
-    if kind == "function_call":
-        names = {name: typed(item, name, str, "a string", f"{where}.") or "" for name in ("name", "arguments")}
-        call = {"id": _call_id(item, where), "type": "function", "function": names}
+    if kind in CALLS.values():
+        call = {"id": _call_id(item, where), "type": "function", "function": called(item, where)}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
-    if kind == "function_call_output":
+    if kind in OUTPUTS:
         output = content_of(item.get("output"), f"{where}.output", TEXTS)
         return {"role": "tool", "content": output or "", "tool_call_id": _call_id(item, where)}
     if kind == "reasoning":
@@ -180,6 +201,8 @@ def _spoken(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _call_id(item: dict[str, Any], where: str) -> str:
     call_id = typed(item, "call_id", str, "a string", f"{where}.")
+    if not call_id and str(item.get("type")).startswith(CALLS["local_shell"]):
+        call_id = typed(item, "id", str, "a string", f"{where}.")
     if not call_id:
         raise wrong(f"{where}.call_id", "the id of a call")
     return call_id
@@ -196,26 +219,24 @@ def _text(text: dict[str, Any]) -> tuple[dict[str, Any] | None, Any]:
     return asked, text.get("verbosity")
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = clipped(repr(tool.get("type")))
-        raise unsupported(
-            f"{where}.type", f"{where} is of type {kind}; only functions, which the client runs, are supported"
-        )
-    if not isinstance(tool.get("name"), str):
-        raise wrong(f"{where}.name", "a string")
-    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
-
-
-def _tool_choice(choice: Any) -> Any:
-    """auto, none and required mean the same in chat; a function's name is one level deeper there."""
+def _tool_choice(choice: Any, tools: ResponseTools) -> Any:
+    """auto, none and required mean the same in chat; a tool's name is one level deeper there."""
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
-        return {"type": "function", "function": {"name": choice["name"]}}
     if choice.get("type") == "allowed_tools":
-        tools = [_tool(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(objects(choice.get("tools"), "tools"))]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+        allowed = [_chosen(each, tools) for each in objects(choice.get("tools"), "tool_choice.tools")]
+        inside = {"mode": choice.get("mode"), "tools": [each for each in allowed if each is not None]}
+        return {"type": "allowed_tools", "allowed_tools": inside}
+    if (chosen := _chosen(choice, tools)) is not None:
+        return chosen
     raise unsupported(
-        "tool_choice", "tool_choice must be auto, none, required, a function by its name or allowed_tools"
+        "tool_choice", "tool_choice must be auto, none, required, a tool of the client by its name, or allowed_tools"
     )
+
+
+def _chosen(tool: dict[str, Any], tools: ResponseTools) -> dict[str, Any] | None:
+    """A tool by its type and name, as in chat; None: it is none that the client runs."""
+    kind, name = tool.get("type"), tool.get("name", tool.get("type"))
+    if not isinstance(kind, str) or kind not in CALLS or not isinstance(name, str):
+        return None
+    return {"type": "function", "function": {"name": tools.name_of(name, tool.get("namespace"))}}

@@ -16,7 +16,7 @@ from ..engine.backend import Backend
 from ..errors import JsonResponse
 from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
-from . import messages_request, responses_request
+from . import messages_request
 from .caller import Caller
 from .chat_request import ChatCompletionRequest, has_messages
 from .generation_builder import GenerationBuilder
@@ -103,7 +103,7 @@ class TextApi:
     async def input_tokens(self, request: Request) -> Response:
         """OpenAI's count of the tokens that a response would be made from."""
         asked = await self._builder.parse(ResponsesRequest.parse, request)
-        length = await self._length(request, asked.chat, responses_request.NAMES)
+        length = await self._length(request, asked.chat, asked.names)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": length})
 
     async def _length(self, request: Request, asked: ChatCompletionRequest, names: Mapping[str, str]) -> int:

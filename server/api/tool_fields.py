@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from ...core.requests.grammar import Grammar, GrammarKind
-from ...core.requests.json_schemas import check_optional, located, relaxed
+from ...core.requests.json_schemas import check_optional, located, relaxed, without_nulls
 from ..errors import ApiError, clipped
 from ..text.argument_syntax import ArgumentSyntax
 from ..text.channel_parser import ChannelParser
 from ..text.output_parser import OutputParser
 from ..text.output_parts import PartReader
 from ..text.output_syntax import OutputSyntax
-from .grammar_fields import check_size
+from .grammar_fields import check_size, check_strict
 from .output_grammar import output_grammar
 
 if TYPE_CHECKING:
@@ -62,6 +62,16 @@ class ToolFields(BaseModel):
     separate_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_BUDGET)] | None = None
 
+    @field_validator("tools")
+    @classmethod
+    def _no_null_rules(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {**tool, "function": {**function, "parameters": without_nulls(function["parameters"])}}
+            if isinstance(function := tool.get("function"), dict) and "parameters" in function
+            else tool
+            for tool in tools
+        ]
+
     @property
     def num_earlier_calls(self) -> int:
         """Number of calls in the conversation so far."""
@@ -77,7 +87,7 @@ class ToolFields(BaseModel):
         if not self._may_call:
             return
         for index, tool in enumerate(self.tools):
-            _check_tool(tool, f"tools[{index}]")
+            check_tool(tool, f"tools[{index}]")
         size = len(json.dumps(self.tools, ensure_ascii=False).encode("utf-8", "surrogatepass"))
         if size > limits.max_tool_bytes:
             message = f"tools have {size} bytes, this server accepts {limits.max_tool_bytes}"
@@ -246,7 +256,8 @@ def _wrong_choice() -> ApiError:
     return ApiError(400, message, param="tool_choice")
 
 
-def _check_tool(tool: dict[str, Any], where: str) -> None:
+def check_tool(tool: dict[str, Any], where: str) -> None:
+    """Raises an ApiError for a tool that is no function, or whose schema is none of arguments."""
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise ApiError(400, f"{where} must be a function: type and function", param=where)
@@ -263,6 +274,10 @@ def _check_tool(tool: dict[str, Any], where: str) -> None:
         raise ApiError(400, f"{where}.properties must be an object", param=f"{where}.properties")
     if _depth(function) > MAX_DEPTH:
         raise ApiError(400, f"{where} is nested more than {MAX_DEPTH} deep", param=where)
+    if function.get("strict"):
+        check_strict(
+            {"type": "object", "properties": {}, **(parameters or {"additionalProperties": False})}, where, where
+        )
 
 
 def _depth(value: Any) -> int:

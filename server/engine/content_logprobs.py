@@ -12,8 +12,8 @@ from ..text.output_parts import Part, PartKind
 class ContentLogprobs:
     """Assigns each piece of content its tokens' log-probabilities, once it is known to be content.
 
-    A token belongs to the first piece that contains any of its text. Tokens without text (parts of a character, the end
-    token) belong to the piece at their position; at the end, to the last piece.
+    A token belongs to the first piece that contains any of its text. Tokens without text (parts of a character) belong
+    to the piece at their position; at the end, to the last piece. The stop token that ends a choice is not given.
     """
 
     def __init__(self) -> None:

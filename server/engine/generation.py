@@ -137,7 +137,7 @@ class Choice:
             final = self.finish_reason is not None
             parts = self._reader.read(text, final=final)
             if self.request.params.logprobs is not None:
-                parts = self._scores.given(parts, offsets, logprobs, self._stream.position, final=final)
+                parts = self._with_scores(parts, output, offsets, final=final)
             if self.finish_reason == FinishReason.STOP.value and self._reader.calls:
                 self.finish_reason = TOOL_CALLS
         self.token_ids += tokens
@@ -158,6 +158,13 @@ class Choice:
             prompt_logprobs=output.prompt_logprobs,
             parts=parts,
         )
+
+    def _with_scores(
+        self, parts: list[Part], output: RequestOutput, offsets: Sequence[int], *, final: bool
+    ) -> list[Part]:
+        """The parts with the log-probabilities of their tokens; an end token that is not shown is in none."""
+        shown = offsets[:-1] if offsets and self._is_end(output, output.token_ids[len(offsets) - 1]) else offsets
+        return self._scores.given(parts, shown, output.logprobs[: len(shown)], self._stream.position, final=final)
 
     def _add_counts(self, output: RequestOutput) -> None:
         if self.num_cached_tokens is None:
@@ -184,14 +191,18 @@ class Choice:
             if output.stop_token_id in asked and output.stop_token_id != self.own_end:
                 self.stop_reason = output.stop_token_id
 
+    def _is_end(self, output: RequestOutput, token: int) -> bool:
+        """True if the last token of an output is a stop token that is not shown."""
+        return output.stop_token_id == token and not self._stream.shows_stop
+
     def _push(self, output: RequestOutput) -> tuple[str, list[int]]:
         """The new text, and where each token up to a stop string begins."""
         text, offsets = "", []
         last = len(output.token_ids) - 1
         for position, token in enumerate(output.token_ids):
             offsets.append(self._stream.position)
-            if position == last and output.stop_token_id == token and not self._stream.shows_stop:
-                break  # a stop token counts, but has no text
+            if position == last and self._is_end(output, token):
+                break  # it counts, but has no text
             text += self._stream.push(token)
             if self._stream.stopped_by is not None:
                 break

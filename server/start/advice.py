@@ -1,4 +1,4 @@
-"""Flags of other servers, vLLM's and SGLang's: the equivalent here, or the reason why no flag is needed."""
+"""Flags of vLLM, SGLang, LoRAX and llama.cpp: the equivalent here, or the reason why no flag is needed."""
 
 from __future__ import annotations
 
@@ -42,6 +42,23 @@ NOTED = {
     "--lora-eviction-policy": "pages of adapters and KV are evicted by one policy; see --eviction",
     "--max-loaded-loras": "as many as --host-cache-bytes holds are kept in host memory",
     "--max-loras-per-batch": "a step may have any number of adapters; --max-adapters-per-step limits it",
+    # LoRAX's and TGI's
+    "--adapter-cycle-time-s": "adapters take no turns: a step may have any number of them",
+    "--adapter-memory-fraction": "adapters and KV share --memory-bytes",
+    "--disable-custom-kernels": "kernels change no answer; see --attention",
+    "--max-active-adapters": "a step may have any number of adapters; --max-adapters-per-step limits it",
+    "--max-waiting-tokens": "prompts and answers share each step; see --target-step-ms",
+    "--waiting-served-ratio": "prompts and answers share each step; see --target-step-ms",
+    # llama.cpp's
+    "--cont-batching": "requests are always computed together",
+    "--embedding": "every model also embeds",
+    "--embeddings": "every model also embeds",
+    "--flash-attn": "see --attention",
+    "--jinja": "chat templates are always rendered as they are written",
+    "--metrics": "GET /metrics always tells them",
+    "--reasoning-format": "reasoning is read as the model's chat template writes it",
+    "--rerank": "every model also scores",
+    "--reranking": "every model also scores",
 }
 """Flags that are accepted and change nothing, each with the reason."""
 
@@ -89,7 +106,7 @@ INSTEAD = {
     "--dist-init-addr": "a model lies on one machine; use `chorus cluster up --ray` for replicas on several",
     "--json-model-override-args": "change config.json in a copy of the model's directory, and give that as MODEL",
     "--lora-target-modules": "leave it out: adapters may change every module, and their adapter_config.json says which",
-    "--max-total-tokens": "use --num-pages or --memory-bytes",
+    "--max-total-tokens": "use --max-model-len for what one request may have, --memory-bytes for what all have",
     "--mem-fraction-static": "use --gpu-memory-utilization, or --memory-bytes on a CPU",
     "--nnodes": "a model lies on one machine; use `chorus cluster up --ray` for replicas on several",
     "--page-size": "use --block-tokens",
@@ -98,6 +115,38 @@ INSTEAD = {
     "--skip-tokenizer-init": "prompts may be token ids; the tokenizer is loaded in any case: leave it out",
     "--speculative-algorithm": "use --speculation; draft models are not served",
     "--watchdog-timeout": "use --stall-seconds and --give-up-seconds",
+    # LoRAX's and TGI's
+    "--adapter-id": "adapters are named by each request; use --lora-modules NAME=DIR or --adapters DIR",
+    "--huggingface-hub-cache": "set HF_HOME to the Hub's cache",
+    "--max-batch-total-tokens": "use --num-pages or --memory-bytes",
+    "--json-output": "use --log-format json",
+    "--max-concurrent-requests": "use --max-waiting and --max-num-seqs",
+    "--max-input-length": "use --max-model-len, which is of prompt and answer together",
+    "--ngrok": "put a proxy in front; see docs/how-to/deploy.md",
+    "--predibase-api-token": "use --adapter-source for where adapters come from",
+    "--preloaded-adapter-ids": "use --lora-modules NAME=DIR, and PATCH /v1/adapters/NAME to pin one",
+    "--shard-uds-path": "leave it out: -tp starts the ranks",
+    "--source": "give the model's directory as MODEL",
+    "--speculative-tokens": "use --speculation",
+    "--weights-cache-override": "set HF_HOME to the Hub's cache",
+    # llama.cpp's
+    "--cache-type-k": "use --kv-cache-dtype, which is of keys and values",
+    "--cache-type-v": "use --kv-cache-dtype, which is of keys and values",
+    "--hf-file": "download it, and give the file as MODEL",
+    "--lora": "use --lora-modules NAME=DIR; GGUF adapters are read, too",
+    "--lora-init-without-apply": "leave it out: an adapter is applied to the requests that name it",
+    "--lora-scaled": "use --lora-modules NAME=DIR; a request scales its adapters by model: NAME*SCALE",
+    "--mmproj": "give the model's directory, with its vision tower, as MODEL; see docs/how-to/images.md",
+    "--mlock": "memory is not locked; turn swap off on the machine",
+    "--model-draft": "use --speculation; draft models are not served",
+    "--model-url": "download it, and give the file or directory as MODEL",
+    "--n-gpu-layers": "leave it out: all layers are on --device",
+    "--n-predict": "requests say max_tokens",
+    "--no-webui": "use --no-ui",
+    "--rope-freq-base": "change rope_theta in the model's config.json",
+    "--slot-save-path": "use --kv-cache-dir, where prefixes are found again after a restart",
+    "--temp": "requests say temperature; --override-generation-config sets what is usual",
+    "--tensor-split": "use --tensor-parallel-size; ranks have equal parts",
     "--max-num-partial-prefills": "steps are shared among tenants' prompts; use --max-num-batched-tokens",
 }
 """Flags that can't be honored, each with advice."""
@@ -128,6 +177,12 @@ WITH_VALUE = frozenset(
         "--max-log-len",
         "--max-loras",
         "--max-loras-per-batch",
+        "--adapter-cycle-time-s",
+        "--adapter-memory-fraction",
+        "--max-active-adapters",
+        "--max-waiting-tokens",
+        "--reasoning-format",
+        "--waiting-served-ratio",
         "--num-scheduler-steps",
         "--reasoning-parser",
         "--swap-space",
@@ -144,6 +199,8 @@ SHORT = {
     "-pp": "--pipeline-parallel-size",
     "-q": "--quantization",
     "-tp": "--tensor-parallel-size",
+    "--no-enable-chunked-prefill": "--no-chunked-prefill",
+    "--no-enable-prefix-caching": "--no-prefix-cache",
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
     "--dp": "--data-parallel-size",
@@ -156,8 +213,33 @@ SHORT = {
     "--tokenizer-path": "--tokenizer",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
+    # LoRAX's and TGI's
+    "--cors-allow-origin": "--cors-origins",
+    "--cuda-memory-fraction": "--gpu-memory-utilization",
+    "--hostname": "--host",
+    "--max-batch-prefill-tokens": "--max-num-batched-tokens",
+    "--max-stop-sequences": "--max-stop-strings",
+    "--model-id": "--model",
+    "--num-shard": "--tensor-parallel-size",
+    "--otlp-endpoint": "--otlp-traces-endpoint",
+    "--prefix-caching": "--prefix-cache",
+    "--quantize": "--quantization",
+    # llama.cpp's
+    "-a": "--served-model-name",
+    "-c": "--max-model-len",
+    "-m": "--model",
+    "-md": "--model-draft",
+    "-ngl": "--n-gpu-layers",
+    "-np": "--max-num-seqs",
+    "-t": "--threads",
+    "--alias": "--served-model-name",
+    "--batch-size": "--max-num-batched-tokens",
+    "--chat-template-file": "--chat-template",
+    "--ctx-size": "--max-model-len",
+    "--gpu-layers": "--n-gpu-layers",
+    "--parallel": "--max-num-seqs",
 }
-"""Other names of flags: vLLM's short ones, and SGLang's."""
+"""Other names of flags: vLLM's short ones, and those of SGLang, LoRAX and llama.cpp."""
 
 SAME = {("--load-format", "safetensors"): "a checkpoint's safetensors, or its GGUF file, are read in any case"}
 """Values of our own flags that ask for what is done in any case."""

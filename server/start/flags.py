@@ -101,6 +101,7 @@ class Parser(argparse.ArgumentParser):
             arguments, unknown = self.parse_known_args([self._renamed(arg, notes) for arg in given])
         except UsageError as error:
             ended.append(str(error))
+            unknown = _unknown(given, commands)
         faults += itertools.chain.from_iterable(each.wrong for each in commands)
         if unknown:
             about = "" if faults else f" (see {command.prog} --help)"
@@ -195,6 +196,13 @@ class Parser(argparse.ArgumentParser):
 class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
+
+
+def _unknown(given: Sequence[str], commands: Sequence[Parser]) -> list[str]:
+    """Flags among arguments that none of the commands has."""
+    flags = [arg for arg in itertools.takewhile(lambda arg: arg != "--", given) if arg.startswith("--")]
+    known = {name for each in commands for name in each._option_string_actions}  # noqa: SLF001 - of this class
+    return [flag for flag in flags if flag.partition("=")[0] not in known]
 
 
 def _dashes(arg: str) -> str:

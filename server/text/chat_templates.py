@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +43,18 @@ def variables_of(template: str) -> frozenset[str]:
     except TemplateSyntaxError:
         return frozenset()
     return frozenset(meta.find_undeclared_variables(parsed))
+
+
+@lru_cache(maxsize=64)
+def names_in(template: str) -> frozenset[str]:
+    """The strings that a template compares values with, removes from texts, or looks members up by."""
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except TemplateSyntaxError:
+        return frozenset()
+    consts = (each.value for each in parsed.find_all(nodes.Const))
+    attributes = (each.attr for each in parsed.find_all(nodes.Getattr))
+    return frozenset(each for each in (*consts, *attributes) if isinstance(each, str))
 
 
 @lru_cache(maxsize=64)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .allowed_values import AllowedValues
 from .argument_syntax import SPACE
 from .detokenizer import overlap
-from .tagged_syntax import JsonValue, TextValue, kinds_of
+from .tagged_syntax import JsonValue, TextValue, value_reader
 
 MAX_NAME = 256
 """Most characters of an element's name."""
@@ -26,26 +27,21 @@ class _Container:
     """An element that has elements."""
 
     name: str
-    schema: Mapping[str, Any]
+    schema: Any
     is_list: bool
-    begun: bool = False
-    """It has an element already."""
-
-    def of(self, name: str) -> Mapping[str, Any]:
-        """The schema of an element; {}: it says nothing."""
-        inner = self.schema.get("items") if self.is_list else (self.schema.get("properties") or {}).get(name)
-        return inner if isinstance(inner, Mapping) else {}
+    count: int = 0
+    """Elements that it has already."""
 
     def lead(self, name: str) -> str:
         """The JSON before an element's value."""
-        before = ", " if self.begun else "[" if self.is_list else "{"
-        self.begun = True
+        before = ", " if self.count else "[" if self.is_list else "{"
+        self.count += 1
         return before if self.is_list else f"{before}{json.dumps(name, ensure_ascii=False)}: "
 
     @property
     def end(self) -> str:
         """The JSON behind the last element."""
-        return ("" if self.begun else "[" if self.is_list else "{") + ("]" if self.is_list else "}")
+        return ("" if self.count else "[" if self.is_list else "{") + ("]" if self.is_list else "}")
 
 
 class NestedArguments:
@@ -58,8 +54,9 @@ class NestedArguments:
 
     def __init__(self, mark: str, item: str, schema: Mapping[str, Any]) -> None:
         self._mark, self._item = mark, item
+        self._values = AllowedValues(schema)
         self._open = [_Container("", schema, is_list=False)]
-        self._begun: tuple[str, Mapping[str, Any]] | None = None  # an element whose kind is not known yet
+        self._begun: tuple[str, Any] | None = None  # an element whose kind is not known yet
         self._value: TextValue | JsonValue | None = None  # that is being read
         self.held = ""
 
@@ -112,9 +109,10 @@ class NestedArguments:
     def _opened(self, name: str, rest: str) -> tuple[str, str, bool]:
         """Behind the opening tag of an element."""
         around = self._open[-1]
-        schema, lead = around.of(name), around.lead(name)
-        if schema.get("type") == "string":
-            self._value = TextValue("", self._close_of(name))
+        schema = self._values.inner(around.schema, around.count if around.is_list else name)
+        lead, allowed = around.lead(name), self._values.of(schema)
+        if allowed.is_text:
+            self._value = value_reader(allowed, "", self._close_of(name))
         else:
             self._begun = name, schema
         return lead, rest, True
@@ -124,14 +122,15 @@ class NestedArguments:
         closed = self._open.pop()
         return closed.end, rest if closed.name == name else text, True
 
-    def _kind(self, name: str, schema: Mapping[str, Any], text: str, *, final: bool) -> tuple[str, str, bool]:
+    def _kind(self, name: str, schema: Any, text: str, *, final: bool) -> tuple[str, str, bool]:
         """Behind the opening tag of an element that may have elements."""
         close, seen = self._close_of(name), text.lstrip(SPACE)
         item = f"{self._mark}<{self._item}>"
         if any(each != seen and each.startswith(seen) for each in (close, item)) and not final:
             return "", text, False
         self._begun = None
-        kinds = kinds_of(schema)
+        allowed = self._values.of(schema)
+        kinds = allowed.kinds
         if seen.startswith(close):
             return (
                 _EMPTY.get(_container(kinds) if "string" not in (kinds or ()) else "", '""'),
@@ -141,9 +140,9 @@ class NestedArguments:
         begin = f"{self._mark}<"
         if seen.startswith(begin) and not seen.startswith(f"{begin}/") and len(self._open) < _MAX_DEPTH:
             kind = _container(kinds) or ("array" if seen.startswith(item) else "object")
-            self._open.append(_Container(name, _of_kind(schema), is_list=kind == "array"))
+            self._open.append(_Container(name, schema, is_list=kind == "array"))
             return "", seen, True
-        self._value = JsonValue(close, kinds)
+        self._value = value_reader(allowed, "", close)
         return "", text, True
 
     def _close_of(self, name: str) -> str:
@@ -157,12 +156,3 @@ _EMPTY = {"array": "[]", "object": "{}"}
 def _container(kinds: frozenset[str] | None) -> str:
     """Which value with elements the kinds of a schema allow; "": none, or the schema doesn't say."""
     return next((each for each in _EMPTY if kinds is not None and each in kinds), "")
-
-
-def _of_kind(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a schema that tells of the elements of a list or an object."""
-    for several in ("anyOf", "oneOf"):
-        for each in schema.get(several) or ():
-            if isinstance(each, Mapping) and _container(kinds_of(each)):
-                return each
-    return schema

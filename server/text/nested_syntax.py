@@ -6,14 +6,15 @@ Tests: tests/server/text/test_nested_syntax.py, tests/server/api/test_calls_read
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...core.requests.json_schemas import NOTES
+from .allowed_values import AllowedValues
 from .argument_syntax import ArgumentSyntax, Rules
 from .nested_arguments import MAX_NAME, NestedArguments
-from .tagged_syntax import allowed_texts, dangling, value_grammar
+from .tagged_syntax import dangling, value_grammar, wrong_texts
 from .whole_schemas import under
 
 _OBJECT = {"type", "properties", "required", "additionalProperties"}
@@ -43,7 +44,8 @@ class NestedSyntax(ArgumentSyntax):
 
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
         """In the order of the schema's properties. Of texts, enum and const are enforced."""
-        return self._members(schema, schema, rules)
+        values = AllowedValues(schema)
+        return self._members(values.properties(schema), values.required(schema), values, rules)
 
     def is_object(self, schema: Any) -> bool:
         """True if objects of this schema are written as elements."""
@@ -65,45 +67,50 @@ class NestedSyntax(ArgumentSyntax):
             and bool(schema.get("items"))
         )
 
-    def _members(self, schema: Mapping[str, Any], whole: Mapping[str, Any], rules: Rules) -> str:
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    def _members(
+        self, properties: Mapping[str, Any], required: Collection[str], values: AllowedValues, rules: Rules
+    ) -> str:
         parts = []
         for name, each in properties.items():
-            kind = each if isinstance(each, Mapping) else {}
-            part = self._element(name, kind, whole, rules)
+            part = self._element(name, each, values, rules)
             parts.append(part if name in required else f"({part})?")
         return " ".join(parts)
 
-    def _element(self, name: str, schema: Mapping[str, Any], whole: Mapping[str, Any], rules: Rules) -> str:
+    def _element(self, name: str, schema: Any, values: AllowedValues, rules: Rules) -> str:
         """An element from its tag to its closing tag, each of which is spelt in one piece: several begin alike."""
-        spelt, close = rules.spelt, f"{self.mark}</{name}>"
+        spelt, close, allowed = rules.spelt, f"{self.mark}</{name}>", values.of(schema)
         opening, end = spelt(f"{self.mark}<{name}>"), spelt(close)
-        if schema.get("type") == "string":
-            if (texts := allowed_texts(schema)) is not None:
-                return f"{opening} ({' | '.join(json.dumps(text) for text in texts)}) {end}"
+        if allowed.is_text and allowed.texts is not None:
+            texts = (*allowed.texts, "null") if allowed.is_nullable else allowed.texts
+            return f"{opening} ({' | '.join(map(json.dumps, texts))}) {end}"
+        if allowed.is_text:
             rule, is_new = rules.reserve("text", close)
             if is_new:
                 rules.add(spelt.text_up_to(rule, close))
             return f"{opening} {rule}"
         if self.is_object(schema):
-            return f"{opening} {self._members(schema, whole, rules)} {end}"
+            members = self._members(schema["properties"], schema.get("required") or (), values, rules)
+            return f"{opening} {members} {end}"
         if self.is_list(schema):
-            items = schema["items"] if isinstance(schema["items"], Mapping) else {}
-            return f"{opening} ({self._element(self.item, items, whole, rules)})* {end}"
-        return f"{opening} {value_grammar(schema, whole)} {end}"
+            return f"{opening} ({self._element(self.item, schema['items'], values, rules)})* {end}"
+        return f"{opening} {value_grammar(schema, values.root)} {end}"
 
     def unwritable(self, schema: Mapping[str, Any]) -> str | None:
         if (found := dangling(schema)) is not None:
             return found
-        for name in schema.get("properties") or {}:
+        values = AllowedValues(schema)
+        properties = values.properties(schema)
+        for name in properties:
             if not self._can_name(name):
                 return f"properties.{name}: this model's format of tool calls writes no such name"
-        return self._unwritable({"type": "object", "properties": schema.get("properties") or {}}, "")
+        return self._unwritable({"type": "object", "properties": properties}, "", values)
 
-    def _unwritable(self, schema: Any, path: str) -> str | None:
+    def _unwritable(self, schema: Any, path: str, values: AllowedValues) -> str | None:
         """Say which text in a schema can't be written; None: all can."""
         for where, name, each in self._elements(schema, path):
-            if (found := self._wrong_text(where, name, each) or self._unwritable(each, where)) is not None:
+            if (reason := wrong_texts(values.of(each), f"{self.mark}</{name}>")) is not None:
+                return f"{where}: {reason}"
+            if (found := self._unwritable(each, where, values)) is not None:
                 return found
         return None
 
@@ -112,16 +119,6 @@ class NestedSyntax(ArgumentSyntax):
         if self.is_object(schema):
             return [(under(path, f"properties.{name}"), name, each) for name, each in schema["properties"].items()]
         return [(under(path, "items"), self.item, schema["items"])] if self.is_list(schema) else []
-
-    def _wrong_text(self, where: str, name: str, schema: Any) -> str | None:
-        """Say why an element of this name can't have the texts of its schema; None: it can."""
-        is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
-        texts, close = allowed_texts(schema) if is_text else None, f"{self.mark}</{name}>"
-        if texts is not None and not texts:
-            return f"{where}: none of the values of const or enum is a string, which its type asks for"
-        if any(close in text for text in texts or ()):
-            return f"{where}: this model's format of tool calls can't write a value with {close}"
-        return None
 
     def _can_name(self, name: str) -> bool:
         """True if a member's name is read back as it is."""

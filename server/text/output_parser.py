@@ -26,7 +26,7 @@ MAX_HEAD = 256
 _AT_ONCE = 256
 """Characters of possible calls that are read at once: what is no call is soon known to be none."""
 
-_BRACKET = re.compile(r"\s*\[?\s*")
+_BLANKS, _BRACKET = re.compile(r"\s*"), re.compile(r"\s*\[?\s*")
 
 
 class OutputParser(PartReader):
@@ -61,6 +61,7 @@ class OutputParser(PartReader):
         self._ends = JsonEnd()
         self._frame: Frame
         self._style: CallStyle
+        self._head_at = -1  # where a call's head begins in the held text; -1: only blanks came so far
         self._is_further = False  # a mark of its own announces the call, behind another one
         self._closers: list[str] = []  # marks that may still come behind the last call
         self._arguments: ArgumentReader
@@ -72,6 +73,12 @@ class OutputParser(PartReader):
         elif form is not None and form.bare:
             self._step = self._bare
         self._is_plain = reasoning is None and form is None and syntax.answer is None
+
+    @property
+    def _is_at_head(self) -> bool:
+        if self._step == self._call_or_reason and self._possible is not None:
+            return self._possible.is_at_head
+        return self._step == self._head
 
     @property
     def reasons(self) -> bool:
@@ -177,6 +184,7 @@ class OutputParser(PartReader):
     def _begin_head(self, frame: Frame) -> None:
         self._frame = frame
         self._ends = JsonEnd(ends=frame.ends)
+        self._head_at = -1
         self._is_further = False
         self._step = self._head
 
@@ -184,11 +192,14 @@ class OutputParser(PartReader):
         """Before a call's arguments: the text here names the function."""
         assert self._format is not None
         held, styles = self._held, self._format.styles
-        bracket = _BRACKET.match(held) if self._frame.listed else None
-        begin = bracket.end() if bracket is not None else 0
+        if self._head_at < 0:
+            lead = (_BRACKET if self._frame.listed else _BLANKS).match(held)
+            self._head_at = -1 if lead is None or lead.end() == len(held) else lead.end()
+        if self._head_at < 0:
+            return self._cut()
+        begin = self._head_at
         for style in styles:
-            found = style.head.match(held, begin) if style.wrapped else style.head.match(held, begin, begin + MAX_HEAD)
-            if found is not None:
+            if (found := style.head.match(held, begin, begin + MAX_HEAD)) is not None:
                 return self._named(found["name"].strip(), style, held[found.end() :])
         is_short = len(held) < begin + MAX_HEAD
         return self._object(begin, may_be_other=is_short and not all(style.wrapped for style in styles))
@@ -199,8 +210,7 @@ class OutputParser(PartReader):
         """
         assert self._format is not None
         held, is_object = self._held, any(style.wrapped for style in self._format.styles)
-        begin = len(held) - len(held[begin:].lstrip())
-        if not is_object or (begin < len(held) and held[begin] != "{"):
+        if not is_object or held[begin] != "{":
             return self._cut() if may_be_other else self._no_call()
         end = self._ends.find(held, begin)
         if end >= 0:
@@ -355,6 +365,10 @@ class _PossibleCalls:
     def is_complete(self) -> bool:
         return self._parser.calls
 
+    @property
+    def is_at_head(self) -> bool:
+        return self._parser._is_at_head  # noqa: SLF001 - of the same class
+
     def read(self, text: str, *, final: bool) -> bool:
         """Read the text from its beginning; True once it is decided what it is."""
         at = text.find(self.close, max(0, self._read - len(self.close)))
@@ -375,5 +389,5 @@ class _PossibleCalls:
                 self.parts.append(part)
             elif shown:
                 self.is_text = True
-                self.end = max(self._lead, part.at + len(part.text) - len(shown))
+                self.end = max(self._lead, part.at + len(part.text.rstrip(SPACE)))
                 return

@@ -5,6 +5,7 @@ Tests: tests/server/text/test_output_parser.py
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,9 @@ from .argument_syntax import SPACE
 from .detokenizer import overlap
 
 ID_LETTERS = string.ascii_letters + string.digits
+
+
+_BLANK = re.compile(rf"[{SPACE}]*\Z")
 
 
 class _Letters:
@@ -111,8 +115,8 @@ class PartReader:
         self._shows_reasoning = shows_reasoning
         self._num_characters = 0
         self._held = ""  # text whose meaning depends on the following text
-        self._holds_blanks = False  # and nothing else
-        self._blanks: list[str] = []  # that came behind them
+        self._waits_past_blanks = False  # blanks decide nothing about what is held
+        self._blanks: list[str] = []  # that came behind it
         self._lead = ""  # blanks and the mark that was found last
         self._parts: list[Part] = []
         self._num_calls = 0
@@ -132,11 +136,16 @@ class PartReader:
         """True if the next text is reasoning, or the end of it."""
         return False
 
+    @property
+    def _is_at_head(self) -> bool:
+        """True if what is held begins a call whose function is not known yet."""
+        return False
+
     def read(self, text: str, *, final: bool = False) -> list[Part]:
         """Take the next piece of the text and return the parts that are now certain. final: no text follows."""
         self._num_characters += len(text)
-        if self._holds_blanks and not final and not text.strip(SPACE):
-            self._blanks.append(text)  # they change nothing, and there may be very many of them
+        if self._waits_past_blanks and not final and not text.strip(SPACE):
+            self._blanks.append(text)  # there may be very many of them
             return []
         self._held = "".join((self._held, *self._blanks, text))
         self._blanks.clear()
@@ -146,7 +155,7 @@ class PartReader:
         if final:
             self.kinds |= {OutputKind.OPEN_CALL} if self._in_call else set()
             self.kinds |= {OutputKind.OPEN_REASONING} if self.reasons else set()
-        self._holds_blanks = bool(self._held) and not self._held.strip(SPACE)
+        self._waits_past_blanks = bool(self._held) and (self._is_at_head or _BLANK.match(self._held) is not None)
         parts, self._parts = self._parts, []
         return parts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from .argument_syntax import SPACE, ArgumentSyntax, JsonSyntax
 
@@ -24,6 +25,11 @@ class CallStyle:
     arguments: ArgumentSyntax = field(default_factory=JsonSyntax)
     wrapped: bool = False
     """The call is a JSON object with the name and the arguments."""
+
+
+@cache
+def _ends(*marks: str) -> tuple[str, ...]:
+    return tuple(mark for mark in dict.fromkeys(marks) if len(mark) > 1 and not set(mark) & set('"\\[]{}'))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,7 @@ class Frame:
         """Marks that end a call, whether or not it is complete: they stand in no JSON but in strings. One with brackets
         could be JSON as far as it has come.
         """
-        marks = dict.fromkeys((self.close, self.open))
-        return tuple(mark for mark in marks if len(mark) > 1 and not set(mark) & set('"\\[]{}'))
+        return _ends(self.close, self.open)
 
     @property
     def listed(self) -> bool:

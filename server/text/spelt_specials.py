@@ -1,11 +1,14 @@
-"""Keeps special tokens that a client writes in a conversation as text: only the template's become tokens."""
+"""Keeps special tokens that a client writes in a conversation as text: only the template's become tokens.
+
+Tests: tests/server/text/test_spelt_specials.py, tests/server/text/test_joined_specials.py
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .own_tokenizer import sharing
@@ -29,13 +32,18 @@ class SpeltSpecials:
     encoded unchanged, so the special tokens found in it are the template's. A part between two of these that contains a
     mark is encoded again without it, by a copy of the tokenizer that knows no special tokens. All other parts keep
     their usual tokens. A special token of one character can't be broken.
+
+    A template may also put strings side by side that spell a token together, or with its own text: `torn` has a mark
+    wherever a token may begin or end, so the text of a template that is given this has the template's tokens alone.
     """
 
     def __init__(self, backend: CalledTokenizer) -> None:
         self._backend = backend
         self._special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        words = [content[:MOST_CHARACTERS] for content in self._special.values() if len(content) > 1]
-        self._begins = re.compile(_any_of(words)) if words else None
+        self._words = [content for content in self._special.values() if len(content) > 1]
+        cut = [content[:MOST_CHARACTERS] for content in self._words]
+        self._begins = re.compile(_any_of(cut)) if cut else None
+        self._torn_by = lru_cache(64)(self._tearing)
 
     def are_in(self, value: Any) -> bool:
         """True if a string, or any string in a list or mapping, contains a special token."""
@@ -43,19 +51,7 @@ class SpeltSpecials:
 
     def marked(self, value: Any, mark: str) -> Any:
         """The value with a mark inside each special token in its strings; the value itself if there is none."""
-        if isinstance(value, str):
-            return self._broken(value, mark)
-        if isinstance(value, Mapping):
-            return self._marked_pairs(value, mark)
-        if isinstance(value, list | tuple):
-            items = [self.marked(each, mark) for each in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-        return value
-
-    def _marked_pairs(self, value: Mapping[Any, Any], mark: str) -> Mapping[Any, Any]:
-        pairs = {self.marked(key, mark): self.marked(each, mark) for key, each in value.items()}
-        same = all(a is b and c is d for (a, c), (b, d) in zip(pairs.items(), value.items(), strict=False))
-        return value if same and len(pairs) == len(value) else pairs
+        return _changed(value, lambda text: self._broken(text, mark))
 
     def _broken(self, text: str, mark: str) -> str:
         begins, parts, at = self._begins, [], 0
@@ -63,6 +59,71 @@ class SpeltSpecials:
             parts += text[at : found.start() + 1], mark
             at = found.start() + 1
         return "".join((*parts, text[at:])) if parts else text
+
+    def torn(self, value: Any, mark: str, names: frozenset[str]) -> Any:
+        """The value with a mark in its strings wherever a special token may begin or end, and in each string that may
+        be in the middle of one; the value itself if there is none.
+
+        names: strings that the template looks for, which stay as they are.
+        """
+        tearing = self._torn_by(names)
+
+        def tear(text: str) -> str:
+            torn = tearing(self._broken(text, mark), mark)
+            if torn == text and text not in names and self._is_middle(inside := text.strip()):
+                return text.replace(inside[0], inside[0] + mark, 1)
+            return text if torn == text else torn
+
+        return _changed(value, tear)
+
+    def in_order(self, text: str) -> list[str]:
+        """The special tokens that are spelt in a text."""
+        return [] if self._whole is None else self._whole.findall(text)
+
+    @cached_property
+    def _whole(self) -> re.Pattern[str] | None:
+        return re.compile(_any_of(self._words, longest=True)) if self._words else None
+
+    def _is_middle(self, text: str) -> bool:
+        """True if a text is part of a special token."""
+        return 0 < len(text) < MOST_CHARACTERS and text in self._joined
+
+    @cached_property
+    def _joined(self) -> str:
+        return "\0".join(self._words)
+
+    def _tearing(self, names: frozenset[str]) -> Callable[[str, str], str]:
+        """Sets marks behind characters that begin a special token, and before those that end one. names: see `torn`."""
+        firsts, lasts = ({word[at] for word in self._words if not word[at].isalnum()} for at in (0, -1))
+        ends = firsts | lasts
+        if not ends:
+            return lambda text, _: text
+        kept = sorted((name for name in names if ends & {*name} and self._is_no_part(name)), key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, (*kept, *ends))))
+
+        def tear(text: str, mark: str) -> str:
+            def torn(found: re.Match[str]) -> str:
+                end = found[0]
+                return f"{mark if end in lasts else ''}{end}{mark if end in firsts else ''}"
+
+            return pattern.sub(torn, text)
+
+        return tear
+
+    def _is_no_part(self, name: str) -> bool:
+        """True if a special token can't begin or end within a text, or be in it."""
+        heads, tails = self._parts
+        pieces = range(1, len(name) + 1)
+        return not (
+            any(name[-count:] in heads or name[:count] in tails for count in pieces)
+            or (self._begins is not None and self._begins.search(name))
+        )
+
+    @cached_property
+    def _parts(self) -> tuple[set[str], set[str]]:
+        """How special tokens begin, and how they end."""
+        cuts = [(word, at) for word in self._words for at in range(1, min(len(word), MOST_CHARACTERS))]
+        return {word[:at] for word, at in cuts}, {word[-at:] for word, at in cuts}
 
     def encode(self, text: str, mark: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a text whose marks break strings that are not meant as special tokens."""
@@ -117,24 +178,46 @@ class SpeltSpecials:
         return self._backend.with_backend(backend)
 
 
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with all its strings changed; the value itself if none is."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return _changed_pairs(value, change)
+    if isinstance(value, list | tuple):
+        items = [_changed(each, change) for each in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return value
+
+
+def _changed_pairs(value: Mapping[Any, Any], change: Callable[[str], str]) -> Mapping[Any, Any]:
+    pairs = {_changed(key, change): _changed(each, change) for key, each in value.items()}
+    same = all(a is b and c is d for (a, c), (b, d) in zip(pairs.items(), value.items(), strict=False))
+    return value if same and len(pairs) == len(value) else pairs
+
+
 def new_mark() -> str:
     """A mark that no client can predict."""
     return f"{secrets.randbelow(10**12):012d}"
 
 
-def _any_of(words: Iterable[str]) -> str:
-    """A regular expression that matches where any of the words begins, in a time independent of their number."""
+def _any_of(words: Iterable[str], *, longest: bool = False) -> str:
+    """A regular expression that matches where any of the words begins, in a time independent of their number.
+
+    longest: it matches the longest of the words there, otherwise the shortest.
+    """
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
         for character in word:
             node = node.setdefault(character, {})
         node[""] = {}
-    return _pattern(tree)
+    return _pattern(tree, longest=longest)
 
 
-def _pattern(node: dict[str, Any]) -> str:
-    if "" in node:
+def _pattern(node: dict[str, Any], *, longest: bool) -> str:
+    if "" in node and (len(node) == 1 or not longest):
         return ""
-    parts = [re.escape(character) + _pattern(rest) for character, rest in node.items()]
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+    parts = [re.escape(character) + _pattern(rest, longest=longest) for character, rest in node.items() if character]
+    one = parts[0] if len(parts) == 1 and "" not in node else f"(?:{'|'.join(parts)})"
+    return f"{one}?" if "" in node else one

@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from ...core.requests.json_schemas import moved, resolved, subschemas
+from .allowed_values import NULLS, Allowed, AllowedValues, kind_of
 from .argument_syntax import SPACE, ArgumentSyntax, Rules, inside_quotes, is_json, json_grammar
 from .detokenizer import overlap
 from .whole_schemas import under
@@ -63,48 +65,49 @@ class TaggedSyntax(ArgumentSyntax):
             starts.append(last if goes_on else len(text) - overlap(text, head))
         return min(starts)
 
-    def is_text(self, schema: Any) -> bool:
-        """True if a value of this schema is written as it is, not as JSON."""
-        return isinstance(schema, Mapping) and schema.get("type") == "string"
-
     def reader(self, schema: Mapping[str, Any], ends: Sequence[str] = ()) -> TaggedArguments:
         del ends
         return TaggedArguments(self, schema)
 
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
         """In the order of the schema's properties. Of strings, enum and const are enforced."""
-        spelt = rules.spelt
+        spelt, values = rules.spelt, AllowedValues(schema)
         rules.add_unless_there(spelt.text_up_to("text_value", self.close))
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        parts = []
-        for name, each in properties.items():
-            kind = each if isinstance(each, Mapping) else {}
-            named = self.named_text if self.named_text and self.is_text(kind) else self.named
-            value = self._value(kind, schema, rules)
-            part = f"{spelt(f'{self.open}{name}{named}{self.around}')} {value} {spelt(self.after)}"
+        parts, required = [], values.required(schema)
+        for name, each in values.properties(schema).items():
+            part = f"{self._property(name, each, values, rules)} {spelt(self.after)}"
             parts.append(part if name in required else f"({part})?")
         return " ".join(parts)
 
-    def _value(self, schema: Mapping[str, Any], whole: Mapping[str, Any], rules: Rules) -> str:
-        """The value of one property, and its closing tag. whole: the schema of all arguments."""
-        end = rules.spelt(self.around + self.close)
-        if not self.is_text(schema):
-            return f"{value_grammar(schema, whole)} {end}"
-        texts = allowed_texts(schema)
-        return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
+    def _property(self, name: str, schema: Any, values: AllowedValues, rules: Rules) -> str:
+        """The tags of one property, and its value."""
+        spelt, allowed = rules.spelt, values.of(schema)
+        end = spelt(self.around + self.close)
+
+        def after(named: str, value: str) -> str:
+            return f"{spelt(f'{self.open}{name}{named}{self.around}')} {value}"
+
+        if not allowed.is_text:
+            return after(self.named, f"{value_grammar(schema, values.root)} {end}")
+        null = after(self.named, f'"null" {end}') if allowed.is_nullable else ""
+        named = self.named_text or self.named
+        if allowed.texts is None:
+            text = after(named, "text_value")
+            return f"({text} | {null})" if null and self.named_text else text
+        text = after(named, f"({' | '.join(map(json.dumps, allowed.texts))}) {end}")
+        return f"({text} | {null})" if null else text
 
     def unwritable(self, schema: Mapping[str, Any]) -> str | None:
         if (found := dangling(schema)) is not None:
             return found
-        for name, each in (schema.get("properties") or {}).items():
-            where, texts = f"properties.{name}", allowed_texts(each) if self.is_text(each) else None
+        values = AllowedValues(schema)
+        for name, each in values.properties(schema).items():
+            where, allowed = f"properties.{name}", values.of(each)
             if not self._can_name(name):
                 named = self.named.partition("\n")[0]
                 return f"{where}: this model's format of tool calls can't write a name with {named} or blanks around it"
-            if texts is not None and not texts:
-                return f"{where}: none of the values of const or enum is a string, which its type asks for"
-            if any(self.close in text for text in texts or ()):
-                return f"{where}: this model's format of tool calls can't write a value with {self.close}"
+            if (reason := wrong_texts(allowed, self.close)) is not None:
+                return f"{where}: {reason}"
         return None
 
     def _can_name(self, name: str) -> bool:
@@ -113,8 +116,9 @@ class TaggedSyntax(ArgumentSyntax):
         return found is not None and found.start() == len(name) and name == name.strip()
 
 
-def value_grammar(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+def value_grammar(schema: Any, whole: Mapping[str, Any]) -> str:
     """The grammar of a value that is JSON. whole: the schema of all arguments, to whose parts it may refer."""
+    schema = schema if isinstance(schema, Mapping) else {}
     alone = {**{name: whole[name] for name in _DEFINITIONS if name in whole}, **schema}
     if any(_refers_elsewhere(each) for _, each in subschemas(alone)):
         alone = {"$defs": {"arguments": moved(whole, "/$defs/arguments")}, **moved(schema, "/$defs/arguments")}
@@ -136,10 +140,13 @@ def _refers_elsewhere(schema: Mapping[str, Any]) -> bool:
     return isinstance(reference, str) and not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS))
 
 
-def allowed_texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """The strings that a schema's const or enum allows; None: any."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return [each for each in values if isinstance(each, str)] if isinstance(values, list) else None
+def wrong_texts(allowed: Allowed, close: str) -> str | None:
+    """Say why a value can't be written, whose text would end at `close`; None: it can."""
+    if allowed.kinds == frozenset():
+        return "its const, enum, anyOf, oneOf, allOf or type allows no value"
+    if allowed.is_text and any(close in text for text in allowed.texts or ()):
+        return f"this model's format of tool calls can't write a value with {close}"
+    return None
 
 
 def _spaced(text: str) -> str:
@@ -150,13 +157,12 @@ def _spaced(text: str) -> str:
 class TaggedArguments:
     """Reads arguments between tags.
 
-    A value is a string if the tag or the schema says so; otherwise it is the JSON that it spells, or a string.
+    A value is a string, or null, if the tag or the schema says so; otherwise the JSON that it spells, or a string.
     """
 
     def __init__(self, syntax: TaggedSyntax, schema: Mapping[str, Any]) -> None:
-        properties = schema.get("properties")
         self._syntax = syntax
-        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._root, self._values = schema, AllowedValues(schema)
         self._value: TextValue | JsonValue | None = None  # that is being read
         self._begun = False
         self._searched = 0  # how far a name has been searched for its end
@@ -185,10 +191,14 @@ class TaggedArguments:
                 return "", text, False
             self._searched = 0
             name = text[len(opening) : found.start()].strip()
-            is_text = self._is_text(name) if not self._syntax.named_text else found["text"] is not None
-            schema = self._properties.get(name) if not self._syntax.named_text else None
-            around, close = self._syntax.around, self._syntax.close
-            self._value = TextValue(around, close) if is_text else JsonValue(close, kinds_of(schema))
+            allowed = (
+                self._values.of(self._values.inner(self._root, name))
+                if not self._syntax.named_text
+                else Allowed()
+                if found["text"] is None
+                else _TEXT
+            )
+            self._value = value_reader(allowed, self._syntax.around, self._syntax.close)
             piece = (", " if self._begun else "{") + json.dumps(name, ensure_ascii=False) + ": "
             self._begun = True
             return piece, text[found.end() :], True
@@ -196,22 +206,36 @@ class TaggedArguments:
             return "", text, False
         return "}" if self._begun else "{}", text, None
 
-    def _is_text(self, name: str) -> bool:
-        return self._syntax.is_text(self._properties.get(name))
+
+_TEXT = Allowed(frozenset({"string"}))
+
+
+def value_reader(allowed: Allowed, around: str, close: str) -> TextValue | JsonValue:
+    """A reader of a value. around: belongs to neither end of a text. close: the closing tag."""
+    if allowed.is_text:
+        return TextValue(around, close, is_nullable=allowed.is_nullable)
+    return JsonValue(close, allowed.kinds)
 
 
 class TextValue:
-    """A value that is written as it is, up to the first closing tag. It is given as it comes."""
+    """A value that is written as it is, up to the first closing tag, or null. A text is given as it comes."""
 
-    def __init__(self, around: str, close: str) -> None:
+    def __init__(self, around: str, close: str, *, is_nullable: bool) -> None:
         """around: belongs to neither end of it. close: the closing tag."""
         self._around, self._close = around, close
+        blanks = ("", around)
+        ways = product(blanks, NULLS, blanks) if is_nullable else ()
+        self._nulls = tuple(f"{before}{word}{after}{close}" for before, word, after in ways)
         self._begun = False
 
     def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
         """Return a piece of JSON, the rest of the text, and whether the value has ended."""
-        del final
         piece, around, closing = "", self._around, self._close
+        if not self._begun:
+            if (null := next((each for each in self._nulls if text.startswith(each)), None)) is not None:
+                return "null", text[len(null) :], True
+            if not final and any(each.startswith(text) for each in self._nulls):
+                return "", text, False
         if not self._begun:
             if len(text) < len(around) and around.startswith(text):
                 return "", text, False
@@ -227,17 +251,19 @@ class JsonValue:
     """A value that is JSON, up to the first closing tag outside its strings; other text ends at the first of all."""
 
     def __init__(self, close: str, kinds: frozenset[str] | None) -> None:
-        """close: the closing tag. kinds: see `kinds_of`."""
+        """close: the closing tag. kinds: see `Allowed`."""
         self._close, self._kinds = close, kinds
         self._outside = re.compile('"|' + re.escape(close))
         self._first = -1  # where the first closing tag is
+        self._searched = 0  # how far it has been searched for
         self._at = 0  # how far the text has been read
         self._in_string = False
 
     def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
         """Return the value, the rest of the text, and whether the value has ended."""
         if self._first < 0:
-            self._first = text.find(self._close, max(0, self._at - len(self._close)))
+            self._first = text.find(self._close, self._searched)
+            self._searched = max(0, len(text) - len(self._close))
         end = self._end(text)
         if end < 0 and final:
             end = self._first
@@ -273,48 +299,6 @@ class JsonValue:
 def _json_of(text: str, kinds: frozenset[str] | None) -> str:
     """The JSON that a text spells, or otherwise the string, also where only that is of the kinds."""
     spelt = _OF_PYTHON.get(text, text)
-    if not is_json(spelt) or (
-        kinds is not None and "string" in kinds and not kinds & _kinds_of_value(json.loads(spelt))
-    ):
+    if not is_json(spelt) or (kinds is not None and "string" in kinds and kind_of(json.loads(spelt)) not in kinds):
         return json.dumps(text, ensure_ascii=False)
     return spelt
-
-
-def kinds_of(schema: Any) -> frozenset[str] | None:
-    """The types of the values that a schema allows, by JSON schema's names; None: it does not say."""
-    if not isinstance(schema, Mapping):
-        return None
-    for several in ("anyOf", "oneOf"):
-        if isinstance(schema.get(several), list):
-            return _together([kinds_of(each) for each in schema[several]])
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return _together([_kinds_of_value(each) for each in values])
-    return _named(schema.get("type"))
-
-
-def _named(names: Any) -> frozenset[str] | None:
-    """The kinds that a schema's `type` names."""
-    names = [names] if isinstance(names, str) else names
-    return frozenset(each for each in names if isinstance(each, str)) if isinstance(names, list) else None
-
-
-def _together(several: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
-    return None if None in several else frozenset().union(*(each for each in several if each is not None))
-
-
-def _kinds_of_value(value: Any) -> frozenset[str]:
-    is_whole = isinstance(value, float) and value.is_integer()
-    return _KINDS[type(value)] | (_KINDS[int] if is_whole else frozenset())
-
-
-_KINDS: dict[type, frozenset[str]] = {
-    str: frozenset({"string"}),
-    bool: frozenset({"boolean"}),
-    int: frozenset({"integer", "number"}),
-    float: frozenset({"number"}),
-    list: frozenset({"array"}),
-    dict: frozenset({"object"}),
-    type(None): frozenset({"null"}),
-}
-"""Names of types in JSON schemas."""

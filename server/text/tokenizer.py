@@ -17,7 +17,7 @@ from ...core.requests.request_params import InvalidRequest
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
-from .chat_templates import drops_texts, read_template, variables_of
+from .chat_templates import drops_texts, names_in, read_template, variables_of
 from .conversation import ROLES, Conversation
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .output_syntax import OutputSyntax
@@ -52,6 +52,9 @@ CUT_TOKENS = 64
 
 Tokens = list[list[int]]
 
+_KEPT = frozenset((*ROLES, *REASONING_FIELDS, "role", "content", "type", "text", "image"))
+"""Strings of the API that stay as they are in a template's text, as those that it looks for."""
+
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,15 @@ def _is_generic(model: Path, found: Path) -> bool:
         return config.get("model_type") == "llama" and kind in GENERIC and auto_map is None
     except (OSError, ValueError, AttributeError, TypeError):  # AutoTokenizer reports the fault
         return False
+
+
+def _with_texts(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    """The conversation with all that a client wrote changed; the same if nothing is."""
+    given = conversation.messages, conversation.tools, conversation.variables
+    messages, tools, variables = map(change, given)
+    if all(a is b for a, b in zip(given, (messages, tools, variables), strict=True)):
+        return conversation
+    return replace(conversation, messages=messages, tools=tools, variables=variables)
 
 
 class Tokenizer:
@@ -246,7 +258,13 @@ class Tokenizer:
         length = sum(len(m["content"]) for m in messages)
         large = len(messages) > THREAD_MESSAGES or length > THREAD_CHARACTERS or conversation.num_images > 0
         more = any(message.keys() - {"role", "content"} for message in messages)  # such as tool calls, of any number
-        if large or more or conversation.tools or conversation.variables or self._spelt.are_in(messages):
+        if (
+            large
+            or more
+            or conversation.tools
+            or conversation.variables
+            or self._torn(conversation, "0") is not conversation
+        ):
             return await self._threads.run(self.encode_chat_now, conversation, most)
         return self.encode_chat_now(conversation, most)
 
@@ -333,21 +351,33 @@ class Tokenizer:
         if not isinstance(conversation, Conversation):
             conversation = Conversation(conversation)
         mark = new_mark()
-        given = conversation.messages, conversation.tools, conversation.variables
-        messages, tools, variables = (self._spelt.marked(each, mark) for each in given)
-        if all(a is b for a, b in zip(given, (messages, tools, variables), strict=True)):
-            prompt = conversation.with_images(self.apply_chat_template(conversation))
+        marked, torn = self._marked(conversation, mark), self._torn(conversation, mark)
+        prompt = self._rendered(marked, mark)
+        if torn is not conversation:
+            other = self._rendered(torn, mark)
+            if self._spelt.in_order(prompt) != self._spelt.in_order(other):  # texts side by side spell some
+                marked, prompt = torn, other
+        prompt = conversation.with_images(prompt)
+        if marked is conversation:
             self._check_length(prompt, most, "messages")
             return self._encode([prompt], conversation.add_special_tokens)[0]
-        try:
-            prompt = self.apply_chat_template(
-                replace(conversation, messages=messages, tools=tools, variables=variables)
-            )
-            prompt = conversation.with_images(prompt)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.field, str(error).replace(mark, "")) from None
         self._check_length(prompt.replace(mark, ""), most, "messages")
         return self._spelt.encode(prompt, mark, add_special_tokens=conversation.add_special_tokens)
+
+    def _marked(self, conversation: Conversation, mark: str) -> Conversation:
+        """The conversation with a mark in each special token; the same if there is none."""
+        return _with_texts(conversation, lambda value: self._spelt.marked(value, mark))
+
+    def _torn(self, conversation: Conversation, mark: str) -> Conversation:
+        """The conversation with marks where texts may spell special tokens together; the same if none can."""
+        names = names_in(self.chat_template) | _KEPT
+        return _with_texts(conversation, lambda value: self._spelt.torn(value, mark, names))
+
+    def _rendered(self, conversation: Conversation, mark: str) -> str:
+        try:
+            return self.apply_chat_template(conversation)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.field, str(error).replace(mark, "")) from None
 
     def _check_length(self, text: str, most: int | None, what: str) -> None:
         """Raise an ApiError for a text of more than `most` tokens, if that can be seen without encoding all of it."""

@@ -21,7 +21,10 @@ def structured_shapes() -> Iterator[Attack]:
         asked = {"max_output_tokens": 40, "input": "hi"}
         kept = {"type": "json_schema", "name": "x", "schema": schema}
         yield attack(f"responses, schema: {name}", "/v1/responses", **asked, text={"format": kept})
-        tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+        tool = {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"a": schema}, "additionalProperties": False},
+        }
         yield attack(
             f"responses, tool: {name}",
             "/v1/responses",
@@ -47,7 +50,8 @@ def structured_shapes() -> Iterator[Attack]:
     for mode in ("auto", "required"):
         yield attack(f"128 tools of 1.5 KB, {mode}", CHAT, messages=user, tools=large, tool_choice=mode, max_tokens=9)
     small: list[dict[str, Any]] = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(128)]
-    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(6)}}
+    properties = {f"p{i}": {"type": "string"} for i in range(6)}
+    parameters = {"type": "object", "properties": properties, "additionalProperties": False}
     strict = [{**tool, "function": {**tool["function"], "strict": True, "parameters": parameters}} for tool in small]
     yield attack("128 strict tools", CHAT, messages=user, max_tokens=9, tool_choice="required", tools=strict)
     allowed = {"mode": "auto", "tools": [{"function": {"name": "f1"}}] * 30_000}

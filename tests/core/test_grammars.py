@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import MAX_COMPILED, MAX_COMPILED_BYTES, Grammars, InvalidGrammar
@@ -401,3 +401,31 @@ def test_random_texts_of_random_schemas_are_valid(grammars, tokenizer, schema, s
     text = tokenizer.decode(tokens[:-1])
     jsonschema.validate(json.loads(text), schema)
     assert "  " not in text.replace('"', "") or "  " in "".join(re.findall(r'"[^"]*"', text))
+
+
+@pytest.mark.parametrize("place", ["alone", "in a sequence"])
+def test_a_tokenizer_that_puts_a_space_before_texts_puts_none_into_answers(tmp_path, place):
+    """What a grammar forces stands within an answer: "hello" was forced as " hello", or failed within llguidance."""
+    backend = save_tokenizer(tmp_path)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.pre_tokenizer = split if place == "alone" else pre_tokenizers.Sequence([pre_tokenizers.Digits(), split])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(tmp_path, backend.get_vocab_size(), [backend.token_to_id("</s>")])
+    schema = {"type": "object", "properties": {"a": {"const": "alice"}}, "required": ["a"]}
+    for grammar, wanted in (
+        (Grammar("choice", '["hello", "world"]'), {"hello", "world"}),
+        (Grammar("regex", "hello"), {"hello"}),
+        (Grammar("json_schema", json.dumps({**schema, "additionalProperties": False})), {'{"a":"alice"}'}),
+    ):
+        matcher, told = grammars.compile(grammar), []
+        while not matcher.is_stopped() and len(told) < 40:
+            (allowed,) = np.unpackbits(grammars.masks([matcher]).view(np.uint8), axis=1, bitorder="little").nonzero()[
+                1:
+            ]
+            forced = grammars.forced(matcher)
+            assert matcher.validate_tokens(forced) == len(forced), (grammar, forced)
+            token = forced[0] if forced else int(allowed[0])
+            assert token in allowed and matcher.consume_token(token)
+            told.append(token)
+        text = backend.decode(told, skip_special_tokens=True)
+        assert text.replace(" ", "") in wanted and not text.startswith(" "), text

@@ -189,3 +189,10 @@ def test_examples_run(monkeypatch, capsys):
     assert ran.stdout == f"hello world\n{'hello world'[::-1]}\nuryyb jbeyq\n"
     runpy.run_path(str(EXAMPLES / "stream.py"), run_name="__main__")
     assert capsys.readouterr().out == "dlrow olleh\n"
+
+
+def test_a_mass_of_nothing_gives_the_greedy_answer(llm):
+    greedy = llm.generate("quiet river\n", SamplingParams(temperature=0, max_tokens=20)).text
+    for seed in range(4):
+        params = SamplingParams(temperature=1.5, top_p=0, seed=seed, max_tokens=20)
+        assert llm.generate("quiet river\n", params).text == greedy

@@ -104,3 +104,13 @@ def test_a_stop_string_may_begin_within_min_tokens(tokenizer):
     stream = tokenizer.text_stream(["END"], min_tokens=4)
     assert pushed(b"ENDEND") == ["", "", "END", "", "", ""]
     assert stream.stopped_by == "END"
+
+
+def test_a_mass_of_nothing_is_the_likeliest_token_as_at_openai(ask):
+    (params,) = ask(top_p=0)
+    assert 0 < params.top_p <= 1e-9
+
+
+def test_an_empty_stop_string_stops_nothing(shared):
+    choice = shared.post(model="base", prompt="ab", stop="").json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")

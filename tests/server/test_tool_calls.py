@@ -33,6 +33,7 @@ PARAMETERS = {
     "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
     "required": ["unit", "days"],
 }
+CLOSED = {"additionalProperties": False}
 
 
 def tool(name="f", parameters=PARAMETERS, **more):
@@ -131,12 +132,12 @@ def test_log_probabilities_are_of_the_content(say):
     asked = {"tools": [tool()], "logprobs": True}
     (choice,) = say(MIXED, **asked).choices
     assert choice.message.content == "".join(MIXED_CONTENT) and len(choice.message.tool_calls) == 2
-    assert spelt(choice.logprobs.content) == "".join(MIXED_CONTENT) + "<eos>"
+    assert spelt(choice.logprobs.content) == "".join(MIXED_CONTENT)
     chunks = [chunk.choices[0] for chunk in say(MIXED, **asked, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "".join(MIXED_CONTENT)
     told = [(spelt(chunk.logprobs.content), chunk.delta.content) for chunk in chunks if chunk.logprobs]
     assert all(tokens.removesuffix("<eos>") == content for tokens, content in told)
-    assert "".join(tokens for tokens, _ in told) == "".join(MIXED_CONTENT) + "<eos>"
+    assert "".join(tokens for tokens, _ in told) == "".join(MIXED_CONTENT)
     only_calls = say(CALLS.partition("Well")[2], **asked).choices[0]
     assert only_calls.logprobs.content == [] and only_calls.message.content is None
     (choice,) = say(MIXED, **asked, extra_body={"return_token_ids": True}).choices
@@ -280,7 +281,11 @@ for _ in range(17):
             "tools",
             "uniqueItems",
         ),
-        ({"tools": [tool(parameters={"properties": {"a": {"pattern": "a" * 9000}}}, strict=True)]}, "tools", "9000"),
+        (
+            {"tools": [tool(parameters={"properties": {"a": {"pattern": "a" * 9000}}, **CLOSED}, strict=True)]},
+            "tools",
+            "9000",
+        ),
         (
             {
                 "tools": [tool()],
@@ -333,11 +338,14 @@ def test_wrong_tools_are_named(live, body, param, said):
 
 UNENFORCED = [
     ({"type": "array", "uniqueItems": True}, "properties.a: uniqueItems is a rule that can't be enforced"),
-    ({"type": "object", "if": {}, "then": {}}, "properties.a: if, then are rules that can't be enforced"),
+    ({"type": "object", "if": {}, "then": {}, **CLOSED}, "properties.a: if, then are rules that can't be enforced"),
     ({"type": "string", "format": "binary"}, "properties.a: Unknown format: binary"),
     ({"type": "foo"}, "properties.a: Invalid type: foo"),
     ({"type": "string", "pattern": "(?=a)b"}, "properties.a: regex parse error"),
-    ({"type": "object", "properties": {f"p{i}": {} for i in range(600)}}, "properties.a: 600 properties are optional"),
+    (
+        {"type": "object", "properties": {f"p{i}": {} for i in range(600)}, **CLOSED},
+        "properties.a: 600 properties are optional",
+    ),
     ({"type": "string", "pattern": "[^\\s\\S]"}, ""),
 ]
 
@@ -345,7 +353,7 @@ UNENFORCED = [
 @pytest.mark.parametrize(("schema", "said"), UNENFORCED)
 @pytest.mark.parametrize("response_format", [{}, {"response_format": {"type": "json_object"}}])
 def test_calls_that_cannot_be_forced_are_told_by_their_path_and_leak_no_rules(live, schema, said, response_format):
-    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
     tools = [tool("g"), tool("secret", parameters, strict=True)]
     for choice in ("required", "auto"):
         response = live.post(CHAT, messages=USER, tools=tools, tool_choice=choice, **response_format)
@@ -466,7 +474,7 @@ def test_a_responses_log_probabilities_are_of_its_messages(live, stream):
     first, second = (item for item in response.output if item.type == "message")
     assert (first.content[0].text, second.content[0].text) == MIXED_CONTENT
     assert spelt(first.content[0].logprobs) == MIXED_CONTENT[0]
-    assert spelt(second.content[0].logprobs) == MIXED_CONTENT[1] + "<eos>"
+    assert spelt(second.content[0].logprobs) == MIXED_CONTENT[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -581,3 +589,38 @@ def test_parsed_outputs_are_counted_by_what_they_have(live, say, text, stream):
     say(text, tools=[tool()], n=2, stream=stream)
     assert {kind for kind, count in counted().items() if count > before[kind]} == KINDS[text]
     assert all(count - before[kind] in (0, 2) for kind, count in counted().items())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "place"),
+    [
+        ({"type": "object", "properties": {}}, ""),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, ""),
+        (
+            {**PARAMETERS, **CLOSED, "properties": {"a": {"type": ["object", "null"], "properties": {}}}},
+            ".properties.a",
+        ),
+        ({**PARAMETERS, **CLOSED, "$defs": {"b": {"type": "object"}}}, ".$defs.b"),
+    ],
+)
+def test_strict_schemas_are_closed_as_openai_has_them(live, parameters, place):
+    """OpenAI: 'additionalProperties' is required to be supplied and to be false."""
+    response = live.post(CHAT, messages=USER, tools=[tool("f", parameters, strict=True)])
+    error, where = response.json()["error"], "tools[0].function.parameters"
+    assert response.status_code == 400 and error["param"] == where, error
+    assert error["message"].startswith(f"{where}{place} says strict, so its additionalProperties must be supplied")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": parameters}}
+    error = live.post(CHAT, messages=USER, response_format=form).json()["error"]
+    assert error["param"] == "response_format"
+    assert error["message"].startswith(f"response_format.json_schema.schema{place} says strict")
+    for given in ({**PARAMETERS, **CLOSED}, None):
+        tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": given}}]
+        assert live.post(CHAT, messages=USER, tools=tools).status_code == 200
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tools_may_say_that_null_is_required(live, choice):
+    inner = {"type": "object", "properties": {"b": {"type": "string"}}, "required": None}
+    parameters = {"type": "object", "properties": {"a": inner}, "required": None}
+    response = live.post(CHAT, messages=USER, tools=[tool("f", parameters)], tool_choice=choice)
+    assert response.status_code == 200, response.text

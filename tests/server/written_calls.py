@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from chorus.server.text.allowed_values import AllowedValues
 from chorus.server.text.argument_syntax import ArgumentSyntax
 from chorus.server.text.literal_syntax import LiteralSyntax
 from chorus.server.text.nested_syntax import NestedSyntax
@@ -27,21 +28,20 @@ def literal(value: Any, quote: str = "", between: str = ", ") -> str:
     return words[[True, False, None].index(value)] if value is None or isinstance(value, bool) else str(value)
 
 
-def elements(syntax: NestedSyntax, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+def elements(syntax: NestedSyntax, values: AllowedValues, schema: Any, arguments: Mapping[str, Any]) -> str:
     """Members of an object as elements in one another."""
-    kinds = schema.get("properties") or {}
-    return "".join(element(syntax, name, kinds.get(name, {}), value) for name, value in arguments.items())
+    kinds = values.properties(schema)
+    return "".join(element(syntax, values, name, kinds.get(name, {}), value) for name, value in arguments.items())
 
 
-def element(syntax: NestedSyntax, name: str, schema: Mapping[str, Any], value: Any) -> str:
+def element(syntax: NestedSyntax, values: AllowedValues, name: str, schema: Any, value: Any) -> str:
     """A value between tags: as it is, in elements of its own, or as JSON."""
-    if schema.get("type") == "string" and isinstance(value, str):
+    if values.of(schema).is_text and isinstance(value, str):
         inner = value
     elif isinstance(value, dict) and syntax.is_object(schema):
-        inner = elements(syntax, schema, value)
+        inner = elements(syntax, values, schema, value)
     elif isinstance(value, list) and syntax.is_list(schema):
-        items = schema["items"] if isinstance(schema["items"], Mapping) else {}
-        inner = "".join(element(syntax, syntax.item, items, each) for each in value)
+        inner = "".join(element(syntax, values, syntax.item, schema["items"], each) for each in value)
     else:
         inner = json.dumps(value, ensure_ascii=False)
     return f"{syntax.mark}<{name}>{inner}{syntax.mark}</{name}>"
@@ -49,16 +49,15 @@ def element(syntax: NestedSyntax, name: str, schema: Mapping[str, Any], value: A
 
 def written_arguments(syntax: ArgumentSyntax, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     if isinstance(syntax, TaggedSyntax):
-        text = ""
+        text, values = "", AllowedValues(schema)
         for name, value in arguments.items():
-            kind = (schema.get("properties") or {}).get(name, {}).get("type")
-            is_text = kind == "string" and isinstance(value, str)
+            is_text = values.of(values.inner(schema, name)).is_text and isinstance(value, str)
             named = syntax.named_text if syntax.named_text and is_text else syntax.named
             written = value if is_text else json.dumps(value, ensure_ascii=False)
             text += f"{syntax.open}{name}{named}{syntax.around}{written}{syntax.around}{syntax.close}{syntax.after}"
         return text
     if isinstance(syntax, NestedSyntax):
-        return elements(syntax, schema, arguments)
+        return elements(syntax, AllowedValues(schema), schema, arguments)
     if isinstance(syntax, LiteralSyntax):
         pairs = (f"{name}{syntax.named}{literal(v, syntax.quote, syntax.between)}" for name, v in arguments.items())
         return syntax.between.join(pairs) + syntax.close

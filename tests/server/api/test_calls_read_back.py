@@ -77,7 +77,10 @@ VALUES = [
     ({"type": "integer"}, st.integers(-(10**6), 10**6)),
     ({"type": "boolean"}, st.booleans()),
     ({"type": "null"}, st.none()),
-    ({"type": ["string", "null"]}, st.none() | TEXTS),
+    ({"type": ["string", "null"]}, st.none() | TEXTS.filter(lambda text: text not in ("null", "None"))),
+    ({"anyOf": [{"enum": ["1", "", "true"]}, {"type": "null"}]}, st.sampled_from(["1", "", "true", None])),
+    ({"enum": ["null", None]}, st.sampled_from(["null", None])),
+    ({"allOf": [STRING], "description": "x"}, TEXTS),
     ({"anyOf": [STRING, {"type": "integer"}]}, TEXTS | st.integers(0, 9)),
     ({"enum": ["</parameter>", 1, None]}, st.sampled_from(["</parameter>", 1, None])),
     ({"type": "array", "items": STRING}, st.lists(TEXTS | st.just(CLOSE), max_size=3)),
@@ -223,10 +226,10 @@ def test_json_between_tags_ends_at_a_tag_outside_its_strings_and_other_text_at_t
         ({"a>b": STRING}, "properties.a>b: this model's format of tool calls can't write a name with >"),
         ({" a": STRING}, "properties. a: this model's format of tool calls can't write a name"),
         ({"a": {"type": "string", "enum": ["x", CLOSE]}}, f"can't write a value with {CLOSE}"),
-        ({"a": {"type": "string", "enum": [1, None]}}, "none of the values of const or enum is a string"),
+        ({"a": {"type": "string", "enum": [1, None]}}, "its const, enum, anyOf, oneOf, allOf or type allows no value"),
     ],
 )
 def test_what_tags_cannot_write_is_told(properties, said):
     tags = FORMATS["seed_oss"].style.arguments
     assert said in (tags.unwritable({"properties": properties}) or "")
-    assert tags.unwritable({"properties": {"a": STRING, "b": {"enum": [CLOSE]}, "c": True}}) is None
+    assert tags.unwritable({"properties": {"a": STRING, "b": {"enum": [CLOSE, 1]}, "c": True}}) is None

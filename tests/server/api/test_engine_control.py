@@ -50,12 +50,14 @@ def test_asleep_requests_are_refused_and_afterwards_answered_as_before(live):
     refused = ask(live)
     assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
     assert refused.json()["error"]["code"] == "asleep"
-    assert live.client.get("/health").status_code == 200
+    health = live.client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "asleep")
     assert live.client.post("/resume").status_code == 409, "it would run steps without pages"
     assert live.client.post("/wake_up?tags=weights").status_code == 200
     assert live.client.get("/is_sleeping").json() == {"is_sleeping": True}, "the KV cache still sleeps"
     assert live.client.post("/wake_up?tags=kv_cache").status_code == 200
     assert live.client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert live.client.get("/health").json()["status"] == "ok"
     assert ask(live).json()["choices"] == before
 
 

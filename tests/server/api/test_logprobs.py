@@ -153,3 +153,12 @@ def test_scores_json_has_no_words_for(tokenizer, make_engine):
     entry = type(make_engine.score(97, 1))(97, float("-inf"), ((98, float("nan")),))
     body = scores.completion([97], [entry], [0], 1)
     assert body["token_logprobs"] == [LOWEST] and body["top_logprobs"] == [{"a": LOWEST, "b": LOWEST}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_contents_scores_are_of_its_text_without_the_end_token(shared, read_events, stream):
+    body = {"model": "base", "messages": USER, "logprobs": True, "stream": stream}
+    answers = read_events(shared.post(CHAT, **body)) if stream else [shared.post(CHAT, **body).json()]
+    content = [one for each in answers for one in (each["choices"][0]["logprobs"] or {"content": ()})["content"]]
+    text = bytes(byte for one in content for byte in one["bytes"]).decode()
+    assert text == "user: €\nassistant: " and content[-1]["token"] == " "

@@ -85,7 +85,7 @@ def test_log_probabilities(client):
     response = client.responses.create(model="base", input="hi", include=include, top_logprobs=2)
     scores = response.output[0].content[0].logprobs
     assert [score.token for score in scores[:2]] == ["u", "s"] and len(scores[0].top_logprobs) == 2
-    assert len(scores) == response.usage.output_tokens
+    assert len(scores) == response.usage.output_tokens - 1, "all but the end token"
     events = list(client.responses.create(model="base", input="hi", include=include, stream=True))
     told = [score for event in events if event.type == "response.output_text.delta" for score in event.logprobs]
     (done,) = (event for event in events if event.type == "response.output_text.done")
@@ -130,6 +130,7 @@ def test_instructions_and_developers_are_the_system(start, fake_engine, pretrain
 
 def test_text_format_is_a_grammar():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
     text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
 
     asked = ResponsesRequest.parse(json.dumps({"input": "hi", "text": text}).encode(), RequestLimits())
@@ -167,7 +168,7 @@ def test_text_format_is_a_grammar():
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "a", "conversation": {}}, "conversation"),
         ({"input": "a", "background": True}, "background"),
-        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "truncation": "left"}, "truncation"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "a", "n": 2}, "n"),
         ({"input": "a", "messages": []}, "messages"),
@@ -191,7 +192,7 @@ def test_text_format_is_a_grammar():
         ({"input": "a", "text": {"verbosity": "high"}}, "text"),
         ({"input": "a", "tools": 1}, "tools"),
         ({"input": "a", "tools": [1]}, "tools[0]"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"type": "file_search"}]}, "tools[0].type"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": "a", "top_logprobs": 21}, "top_logprobs"),

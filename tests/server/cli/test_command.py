@@ -122,6 +122,13 @@ def test_mistakes_are_one_line(capsys, arguments, code, words):
     assert captured.err.count("\n") == 1 and words in captured.err
 
 
+def test_a_mistyped_flag_is_named_before_what_is_missing(capsys):
+    assert main(["generate", "--promt", "x"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "unrecognized arguments: --promt; did you mean --prompt?" in first
+    assert "the following arguments are required: --prompt" in second
+
+
 def test_a_wrong_environment_variable_is_named(capsys, monkeypatch):
     monkeypatch.setenv("CHORUS_PORT", "many")
     assert main(["serve"]) == 2

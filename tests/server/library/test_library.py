@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.errors import EngineUnavailable, GenerationFailed
+from chorus.server.library.absent import ABSENT
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CHAT = GREEDY.replace(add_special_tokens=True)  # the built-in model's prompts begin with a special token
@@ -339,3 +341,22 @@ def test_a_closed_one_says_so(tmp_path):
     llm.close()
     with pytest.raises(EngineUnavailable, match="closed"):
         llm.generate(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("beam_search", "ask for n choices"),
+        ("sleep", "close() frees the memory"),
+        ("wake_up", "POST /wake_up"),
+        ("get_metrics", "GET /metrics"),
+        ("collective_rpc", "no methods of workers can be called"),
+    ],
+)
+def test_methods_of_vllms_class_answer_by_name(llm, name, advice):
+    with pytest.raises(AttributeError, match=f"LLM has no attribute '{name}'; .*{re.escape(advice)}") as caught:
+        getattr(llm, name)
+    assert caught.value.name == name and not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=r"LLM has no attribute 'surprise'$"):
+        getattr(llm, "surprise")  # noqa: B009
+    assert not any(hasattr(LLM, each) for each in ABSENT), "what it has is not told as absent"

@@ -206,3 +206,41 @@ def test_bash_completes_what_is_begun(capsys):
     ask = 'COMP_WORDS=(chorus serve --max-mod); COMP_CWORD=2; _shtab_chorus; echo "${COMPREPLY[@]}"'
     told = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True)
     assert told.stdout.split() == ["--max-model-len"], told.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "value"),
+    [
+        (["--no-enable-prefix-caching"], "prefix_cache", False),
+        (["--no-enable-chunked-prefill"], "chunked_prefill", False),
+        (["--model-id", "M"], "model", "M"),
+        (["--hostname=::1"], "host", "::1"),
+        (["-c", "4096"], "max_model_len", "4096"),
+        (["--ctx-size=4096"], "max_model_len", "4096"),
+        (["-np", "4"], "max_num_seqs", "4"),
+        (["--quantize", "int8"], "quantization", "int8"),
+    ],
+)
+def test_flags_of_other_servers_with_one_of_ours_are_taken(given, setting, value):
+    arguments = parsed(*given)
+    assert getattr(arguments, f"setting_{setting}") == value
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--adapter-id", "org/a"], "--adapter-id is no flag of chorus; adapters are named by each request"),
+        (["--max-input-length", "1024"], "use --max-model-len"),
+        (["-ngl", "99"], "--n-gpu-layers is no flag of chorus; leave it out"),
+        (["--lora", "a.gguf"], "use --lora-modules NAME=DIR"),
+        (["--mmproj", "x.gguf"], "vision tower"),
+    ],
+)
+def test_flags_of_lorax_and_llama_cpp_have_advice(given, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        parsed("M", *given)
+
+
+def test_flags_of_lorax_and_llama_cpp_that_change_nothing_are_noted():
+    arguments = parsed("M", "--max-active-adapters", "8", "--jinja", "--cont-batching", "--waiting-served-ratio=1.2")
+    assert len(arguments.notes) == 4 and "--max-adapters-per-step" in arguments.notes[0]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chorus.server.text.argument_syntax import JsonEnd
 from chorus.server.text.call_styles import wide
-from chorus.server.text.output_parser import OutputParser
+from chorus.server.text.output_parser import MAX_HEAD, OutputParser
 from chorus.server.text.output_parts import ParsedMessage, Part, PartKind
 from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tagged_syntax import TaggedSyntax
@@ -362,7 +363,7 @@ def test_very_many_blanks_are_not_read_again_for_each_that_comes(before, wanted)
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "75001", "75001"),
         ({"type": ["string", "null"]}, "True", "True"),
         ({"type": ["string", "null"]}, "None", None),
-        ({"type": ["string", "null"]}, '"75001"', "75001"),
+        ({"type": ["string", "null"]}, '"75001"', '"75001"'),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"const": "[1]"}, "[1]", "[1]"),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "75001", 75001),
@@ -419,3 +420,48 @@ def test_marks_within_texts_end_nothing():
     text = f'<tool_call>{{"name": "f", "arguments": {json.dumps({"a": said})}, "id": {json.dumps(said)}}}</tool_call>ok'
     whole, _ = message(text, [*text], calls=HERMES)
     assert [json.loads(call.arguments) for call in whole.calls] == [{"a": said}] and whole.content == "ok"
+
+
+@pytest.mark.parametrize("name", ["hermes", "nemotron_nano_2", "qwen3_coder", "kimi_k2", "mistral"])
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    ("begun", "piece"), [('{"name":', " "), ("[", "\n"), ('{"name": "', "a"), ("<function=", "\t")]
+)
+def test_a_head_that_goes_on_without_end_is_read_once(monkeypatch, name, thinks, begun, piece):
+    """Each character is looked at a few hundred times at most, however long the text is."""
+    looked_at = []
+    plain = getattr(OutputParser, "_head")  # noqa: B009
+    monkeypatch.setattr(
+        OutputParser, "_head", lambda self: looked_at.append(min(len(self._held), 2 * MAX_HEAD)) or plain(self)
+    )
+    find = JsonEnd.find
+    monkeypatch.setattr(
+        JsonEnd,
+        "find",
+        lambda self, text, begin: looked_at.append(len(text) - max(self.at, begin)) or find(self, text, begin),
+    )
+    form = FORMATS[name]
+    reader = OutputParser(OutputSyntax(form, THINK if thinks else None, reasons_already=thinks), TOOLS)
+    reader.read(form.frame.open + begun)
+    for _ in range(4000):
+        reader.read(piece)
+    assert sum(looked_at) < 4000 * (2 if piece.isspace() else 2 * MAX_HEAD + 2)
+    assert len(looked_at) < 20 or not piece.isspace(), "blanks wait for what follows them"
+
+
+@pytest.mark.parametrize("piece", ["{0}", "{0} ", "{0}{{", "{0}\na", "{0}a b\n{0}"])
+@pytest.mark.parametrize("together", [1, 1000])
+def test_reasoning_full_of_marks_is_read_a_few_times_at_most(monkeypatch, piece, together):
+    """By the parser itself, and by those that look for calls."""
+    read: list[int] = []
+    plain = OutputParser.read
+    monkeypatch.setattr(
+        OutputParser, "read", lambda self, text, **how: read.append(len(text)) or plain(self, text, **how)
+    )
+    reader = OutputParser(OutputSyntax(HERMES, THINK, reasons_already=True), TOOLS)
+    text = piece.format("<tool_call>")
+    given = [part for _ in range(1000 // together) for part in reader.read(text * together)]
+    given += reader.read("</think>x", final=True)
+    assert sum(read) <= 4 * len(text) * 1000
+    shown = "".join(part.text for part in given if part.kind is PartKind.REASONING)
+    assert shown.strip() == (text * 1000).strip()
