@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from .block import (
     BASE_VERSION,
@@ -86,18 +86,24 @@ class PrefixCache(BlocksBelow):
         """Pages of known blocks."""
         return len(self.by_page)
 
-    def match(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
-        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute, from
-        which a request can go on: each page group has all pages that the next token sees, or images of them.
+    def match(
+        self,
+        version: int,
+        tokens: Sequence[Key],
+        scope: Hashable = None,
+        changed_from: int = 0,
+        cut_at: Callable[[int], object] | None = None,
+    ) -> list[Block]:
+        """The known blocks that `tokens` begin with and a request can go on from; see `walk` and `usable`."""
+        return self.usable(self.walk(version, tokens, scope, changed_from), cut_at)
+
+    def walk(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
+        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute; usable
+        or not.
 
         scope: only blocks stored with an equal scope are found. changed_from: index of the first token that the version
         changes; the blocks before it are the base model's.
         """
-        found = self.walk(version, tokens, scope, changed_from)
-        return self._usable(found) if self._windowed or self._has_states else found
-
-    def walk(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
-        """The known blocks that `tokens` begin with, usable or not; arguments as of `match`."""
         found: list[Block] = []
         roots = self._roots.get(BASE_VERSION if changed_from else version)
         block: Block | None = None if roots is None else roots.get(scope)
@@ -113,11 +119,6 @@ class PrefixCache(BlocksBelow):
                 break
             found.append(block)
         return found
-
-    def resident(self, blocks: list[Block]) -> list[Block]:
-        """The most of a matched run's first blocks from which a request can go on without any image."""
-        found = [block for block in blocks if block.is_resident]
-        return self._usable(found, with_images=False) if self._windowed or self._has_states else found
 
     def absent(self, blocks: Sequence[Block]) -> list[tuple[int, Block, int]]:
         """What a request that begins with `blocks` needs of images: their places in its pages, with block and group."""
@@ -135,21 +136,32 @@ class PrefixCache(BlocksBelow):
         index, group = divmod(at, len(self._reach))
         return group in self._full or index >= count - self._reach[group]
 
-    def _usable(self, blocks: list[Block], *, with_images: bool = True) -> list[Block]:
-        """The most of a run's first blocks of which the last ones have all pages in their windows, and the last a
-        checkpoint if it needs one.
+    def usable(
+        self, blocks: Sequence[Block], cut_at: Callable[[int], object] | None = None, *, with_images: bool = True
+    ) -> list[Block]:
+        """The most of a run's first blocks that a request can go on from: whoever shortens a run asks here again.
+
+        Then each page group has all pages that the next token sees, the last block has a checkpoint if it needs one,
+        and nothing that must be computed as a whole is cut there. cut_at: returns what a border before the token at a
+        position cuts; None: nothing. with_images: images may stand for pages and checkpoints.
         """
+        if with_images and cut_at is None and not (self._windowed or self._has_states):
+            return list(blocks)
         longest = 0
         runs = dict.fromkeys(self._windowed, 0)  # blocks in a row that have the group's page
         for count, block in enumerate(blocks, 1):
+            if not (with_images or block.is_resident):
+                break
             for group in self._windowed:
                 has = block.pages[group] or (with_images and group in block.images)
                 runs[group] = runs[group] + 1 if has else 0
             if self._has_states and not _has_checkpoint(block, with_images=with_images):
                 continue
+            if cut_at is not None and cut_at(count * self._block_tokens) is not None:
+                continue
             if all(runs[group] >= min(count, self._reach[group]) for group in self._windowed):
                 longest = count
-        return blocks[:longest]
+        return list(blocks[:longest])
 
     def unused(self, blocks: Sequence[Block]) -> int:
         """Number of unused pages that `take` would take, which reduces the pages that can be reclaimed."""

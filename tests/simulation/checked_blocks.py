@@ -10,6 +10,7 @@ from chorus.memory.pages.pool import PageKind
 
 from .asked import Violation, promise
 from .checked_executor import CheckedExecutor, of_group, state_in
+from .made_up_images import input_of
 from .made_up_model import branched, content_of, kv_before, kv_behind
 
 
@@ -31,14 +32,15 @@ class CheckedBlocks:
             stack = [(child, kv_before(contents[root.version], dtype)) for child in root.children.values()]
             while stack:
                 block, last = stack.pop()
+                tokens = tuple(map(input_of, block.tokens))
                 if (branch := block.branch) is None:
-                    want = kv_behind(last, block.tokens)
+                    want = kv_behind(last, tokens)
                 else:
                     promise(branch.version in contents, "a branch of a version that is gone")
                     self.reached["branch"] += 1
-                    before = kv_behind(last, block.tokens[: branch.changed_from])
+                    before = kv_behind(last, tokens[: branch.changed_from])
                     begin = branched((before or [last])[-1], contents[branch.version])
-                    want = before + kv_behind(begin, block.tokens[branch.changed_from :])
+                    want = before + kv_behind(begin, tokens[branch.changed_from :])
                 num_cached += self._check_block(block, root.version, want, pages)
                 places[block.version, Medium.POOL] += block.is_resident
                 places[block.version, Medium.HOST] += block.has_images(windowed)

@@ -177,17 +177,20 @@ class CheckedOrder:
         self._check_adapters(plan, left_out)
         able = [each for each in paused if each.restoring is None and each.adapter not in left_out]
         reached["a prompt waited for answers"] += any(map(self._is_bounded, able))
+        left = self._config.max_num_batched_tokens - plan.num_tokens
         alone = [each for each in able if not each.choice_group and not self._is_bounded(each)]
+        alone = [each for each in alone if each.blocks.longest <= left]  # one step computes all of an image
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
         )  # whose rows are free in this step
         free_rows = self._config.max_num_seqs - len(plan.sequences)
         reached["sat out for another tenant"] += not free_rows and bool(alone)
-        if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
+        if left and engine.reclaimer.available and not waits:
             promise(not alone or free_rows <= preempted + gave, "one that is alone in its call sat out")
         if not free_rows:
-            has_tokens = plan.num_tokens < self._config.max_num_batched_tokens and self._paused <= before
+            longest = max((each.blocks.longest for each in self._scheduler.waiting), default=0)
+            has_tokens = left > longest and self._paused <= before
             self._check_shares(in_step, has_tokens, ending, left_out)
 
     def _is_bounded(self, request: Request) -> bool:

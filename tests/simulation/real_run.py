@@ -60,6 +60,7 @@ from .engine_run import Campaign, EngineRun, Outcome, run_seed
 from .invariants import Invariants
 from .late_results import late_results
 from .late_swaps import LateSwaps
+from .made_up_images import Prompt
 
 MAX_TOKENS = 24
 TEXTS = 8
@@ -304,7 +305,7 @@ class RealRun(EngineRun):
         tokens, temperature = rng.choice(self.calm.prompts[skill]), rng.choice(self.calm.base.temperatures)
         for _ in range(rng.choice([1, 1, 1, 4])):
             params = RequestParams(**way, temperature=temperature, seed=rng.randrange(3) if temperature else 0)
-            self._submit(skill, tokens, params, rng.choice(["", "a", "b"]), rng.choice(["", "", "x"]))
+            self._submit(skill, Prompt(tokens), params, rng.choice(["", "a", "b"]), rng.choice(["", "", "x"]))
 
     def _alone(self, asked: Asked) -> Told:
         skill = None if asked.adapter is None else asked.adapter.name
