@@ -104,6 +104,12 @@ class RequestMemory:
         """Return the most of a run's first blocks that the request can go on from without copying any."""
         return self.prefix.usable(blocks, _cut_at(request), with_images=False)
 
+    def shareable(self, request: Request) -> int:
+        """Return how many prompt tokens are in full blocks that an equal prompt could start from."""
+        size, blocks = self.block_tokens, request.blocks
+        count = (request.num_prompt_tokens - 1) // size  # at least one token is left to compute
+        return size * (blocks.cached(count, size) if blocks.spans else count)
+
     def read_ahead(self, request: Request) -> None:
         """Begin to read the blocks of a new request's prompt that are in files only."""
         if self.disk is None or not self.use_prefix_cache or request.needs_prompt_states:
@@ -200,7 +206,7 @@ class RequestMemory:
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         self._go_on_from(request, blocks[-1] if blocks else None)
-        request.caching, request.is_refilling = self.use_prefix_cache, False
+        request.caching = self.use_prefix_cache
         request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
         kept = self.kept_tokens(request, blocks)
         if fetch is not None:
@@ -270,11 +276,9 @@ class RequestMemory:
     def _next_checkpoint(self, request: Request, computed: int) -> int:
         """The number of computed tokens at which the next checkpoint is due.
 
-        That is every multiple of `checkpoint_tokens`, and the end of the prompt's last full block, or of the one before
-        it if no token of the prompt is left to compute after it.
+        That is every multiple of `checkpoint_tokens`, and the end of what an equal prompt could start from.
         """
-        every, block = self.checkpoint_tokens, self.block_tokens
-        prompt = (request.num_prompt_tokens - 1) // block * block
+        every, prompt = self.checkpoint_tokens, self.shareable(request)
         following = (computed // every + 1) * every
         return prompt if computed < prompt < following else following
 
@@ -480,16 +484,9 @@ class RequestMemory:
             tokens = request.keys(index * step, (index + 1) * step)
             pages = request.block_table.of_blocks(range(index, index + 1))
             version, scope = _version(request.adapter), self.scope(request)
-            block = None
-            if not request.is_refilling:
-                block = self.prefix.insert(
-                    version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
-                )
-            if block is None and (self.layout.has_windows or self.layout.state_pages):
-                block = self.prefix.refill(
-                    version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
-                )
-                request.is_refilling = True
+            block = self.prefix.insert(
+                version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
+            )
             if block is None:
                 request.caching = False
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from chorus.core.engine import Engine
 from chorus.memory.pages.block import BASE_VERSION, Block, Medium
@@ -76,12 +77,20 @@ class CheckedBlocks:
         anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
         num_resident = sum(child.is_resident for child in block.children.values())
         promise(num_resident == block.num_resident_children, "a block counts other descendants with pages")
-        is_unused = not num_resident and set(anchors) <= set(unused)
+        is_unused = set(anchors) <= set(unused) and not self._has_unused_child(block, windows)
         promise(bool(kinds) or bool(num_resident), "a known block without pages or descendants that have any")
         in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
         if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
             raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
         return len(unused) + unused_state
+
+    def _has_unused_child(self, block: Block, windows: Sequence[int | None]) -> bool:
+        """True if a child must be evicted before its block."""
+        children = [each for each in block.children.values() if each.is_resident]
+        if None not in windows:
+            return bool(children)
+        kind = self.engine.pool.kind
+        return any(kind(each.pages[windows.index(None)]) is PageKind.CACHED for each in children)
 
     def _check_without_pages(self, block: Block) -> None:
         """Check that something needs a known block of a model whose tokens take no page."""

@@ -193,7 +193,7 @@ def blind_prefixes(patch):
     """Cached KV of one adapter version is taken for another's."""
     match, insert = PrefixCache.match, PrefixCache.insert
     patch.setattr(PrefixCache, "match", lambda self, version, *rest: match(self, 0, *rest))
-    patch.setattr(PrefixCache, "insert", lambda self, version, *rest: insert(self, 0, *rest))
+    patch.setattr(PrefixCache, "insert", lambda self, version, *rest, **named: insert(self, 0, *rest, **named))
 
 
 def stale_versions(patch):

@@ -49,6 +49,16 @@ def test_a_prefix_cut_at_an_image_has_the_pages_of_its_windows(lost, cached):
     assert other.num_cached_tokens == cached
 
 
+def test_what_comes_after_blocks_that_lost_their_windows_is_cached():
+    """A prompt that computes known blocks again, and goes on otherwise, is found at its next turn."""
+    checked = engine_with(windows=(None, 5), host_prefix_cache="off")
+    asked(checked, "first", Prompt([*range(3, 15), 20, 21, 22, 23, 24]))
+    lose_windows(checked, 1, 2, 3)
+    other = asked(checked, "other", (prompt := Prompt([*range(3, 15), 30, 31, 32, 33, 34])))
+    again = asked(checked, "again", prompt.then([35, 36]))
+    assert (other.num_cached_tokens, again.num_cached_tokens) == (0, 16)
+
+
 def test_what_need_not_be_copied_is_cut_at_an_image_too():
     """The blocks of the image's end are in host memory alone, and it takes longer to copy than to compute them."""
     checked = engine_with(preemption="swap", host_prefix_cache="on")
