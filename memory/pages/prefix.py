@@ -213,8 +213,9 @@ class PrefixCache(BlocksBelow):
                     continue
                 self._offer(block)
                 self._offer_checkpoint(block)
-                if block.parent not in blocks and block.parent is not None:
-                    self._offer(block.parent)  # of which the caller has pages of its own
+                parent = block.parent
+                if parent is not None and parent not in blocks and any(map(self._is_unused, block.pages[:1])):
+                    self._offer(parent)  # of which the caller has pages of its own
 
     def take_checkpoint(self, block: Block) -> KeptState:
         """Add a reference to the pages of a block's checkpoint, which it has; return it."""
@@ -268,7 +269,7 @@ class PrefixCache(BlocksBelow):
             return None  # it was evicted
         known = parent.children.get(key)
         if known is not None and known.is_resident:
-            self._refill(known, pages)
+            self._use_again(known, pages)
             return known
         if self.num_groups and not any(pages):
             return None  # they have left their windows
@@ -359,13 +360,14 @@ class PrefixCache(BlocksBelow):
             return None
         return Branch(version, changed_from - start)
 
-    def _refill(self, block: Block, pages: Sequence[int]) -> None:
-        """Give a known block the pages in windows that it has lost, of those of an equal one."""
+    def _use_again(self, block: Block, pages: Sequence[int]) -> None:
+        """Count a use of a known block, and give it the pages in windows that it has lost, of those of an equal one."""
+        block.uses += 1
         for group in self._windowed:
             if not block.pages[group] and pages[group] and pages[group] not in self.by_page:
                 block.pages[group] = pages[group]
                 self._keep_pages(block, (pages[group],))
-        if self._windowed:
+        if self.num_groups:
             self._offer(block)
 
     def forget_checkpoint(self, pages: Sequence[int]) -> bool:
