@@ -165,8 +165,6 @@ class Request:
     """Computed on demand."""
     caching: bool = False
     """True if the blocks that it completes go into the prefix cache."""
-    is_refilling: bool = False
-    """True if the last block that it knows is another request's, and only gets back pages that it has lost."""
     num_known_blocks: int = 0
     """Its blocks in the prefix cache."""
     last_block: Block | None = None

@@ -304,12 +304,14 @@ class Admission:
     def _start(self, request: Request, blocks: list[Block], count: int, builder: StepBuilder) -> None:
         """Start a waiting request with `count` tokens; with none while its KV is restored from host memory.
 
-        An adapter that can't be loaded fails this request only.
+        It stays a candidate if its KV could not be copied from there. An adapter that can't be loaded fails this
+        request only.
         """
         if request.start_time is None:
             request.start_time = self.clock()
         try:
-            self.memory.start(request, blocks, count)
+            if not self.memory.start(request, blocks, count):
+                return  # it is a candidate again, with less of its KV
         except Exception as error:
             self.lifecycle.end(request, *load_error(request, error))
             builder.order.advance()

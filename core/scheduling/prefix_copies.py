@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class CopyFailed(Exception):
-    """Cached blocks could not be copied from host memory, and were forgotten."""
+    """KV could not be copied from host memory, and is forgotten there."""
 
 
 @dataclass(eq=False)

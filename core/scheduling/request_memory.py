@@ -6,8 +6,10 @@ Tests: tests/core/test_swapping.py, tests/core/test_engine.py, tests/simulation.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from ...memory.adapters.adapter import Adapter
@@ -82,12 +84,9 @@ class RequestMemory:
         """Return the cached blocks of the request's prefix; none if it needs all of its prompt's hidden states."""
         if not self.use_prefix_cache or request.needs_prompt_states:
             return []
-        version, scope = _version(request.adapter), self.scope(request)
-        blocks = self.prefix.match(version, request.keys(), scope, request.lora_from)
-        if request.blocks.spans:
-            blocks = blocks[: request.blocks.cached(len(blocks), self.block_tokens)]
+        blocks = self._matched(request)
         if blocks and self.copies.are_needed(blocks):
-            resident = self.prefix.resident(blocks)
+            resident = self._resident(request, blocks)
             is_copied = request.kv_image is None and self.copies.are_worth_it(blocks, resident)
             request.num_passed_tokens = 0 if is_copied else (len(blocks) - len(resident)) * self.block_tokens
             if not is_copied:
@@ -95,6 +94,21 @@ class RequestMemory:
         if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
             return []  # the pages of the checkpoint and of the request's own states don't fit at the same time
         return blocks
+
+    def _matched(self, request: Request) -> list[Block]:
+        """Return the cached blocks that the request can go on from, in the page pool or not."""
+        version, scope = _version(request.adapter), self.scope(request)
+        return self.prefix.match(version, request.keys(), scope, request.lora_from, _cut_at(request))
+
+    def _resident(self, request: Request, blocks: list[Block]) -> list[Block]:
+        """Return the most of a run's first blocks that the request can go on from without copying any."""
+        return self.prefix.usable(blocks, _cut_at(request), with_images=False)
+
+    def shareable(self, request: Request) -> int:
+        """Return how many prompt tokens are in full blocks that an equal prompt could start from."""
+        size, blocks = self.block_tokens, request.blocks
+        count = (request.num_prompt_tokens - 1) // size  # at least one token is left to compute
+        return size * (blocks.cached(count, size) if blocks.spans else count)
 
     def read_ahead(self, request: Request) -> None:
         """Begin to read the blocks of a new request's prompt that are in files only."""
@@ -153,18 +167,20 @@ class RequestMemory:
             available -= len(adapter.pages)
         return wanted <= available
 
-    def start(self, request: Request, blocks: list[Block], count: int) -> None:
+    def start(self, request: Request, blocks: list[Block], count: int) -> bool:
         """Take the matched prefix, pin the adapter and allocate pages for `count` more tokens; the request `fits`.
 
-        An adapter may still be being read: its layers arrive during the prefill. If blocks can't be copied from host
-        memory, they are computed again. Raises the errors of loading the adapter; then nothing is held.
+        An adapter may still be being read: its layers arrive during the prefill. Returns False, and nothing is held, if
+        KV can't be copied from host memory, where it is forgotten: the request then begins elsewhere, which `match`
+        tells, with another number of tokens. Raises the errors of loading the adapter; then nothing is held, too.
         """
-        if request.num_passed_tokens:
-            self.copies.pass_over(request.num_passed_tokens)
         try:
             self._start(request, blocks, count)
         except CopyFailed:
-            self._start(request, self.match(request), count)
+            return False
+        if request.num_passed_tokens:
+            self.copies.pass_over(request.num_passed_tokens)
+        return True
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> None:
         fetch = self.copies.plan(blocks) if blocks else None
@@ -190,7 +206,7 @@ class RequestMemory:
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         self._go_on_from(request, blocks[-1] if blocks else None)
-        request.caching, request.is_refilling = self.use_prefix_cache, False
+        request.caching = self.use_prefix_cache
         request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
         kept = self.kept_tokens(request, blocks)
         if fetch is not None:
@@ -260,11 +276,9 @@ class RequestMemory:
     def _next_checkpoint(self, request: Request, computed: int) -> int:
         """The number of computed tokens at which the next checkpoint is due.
 
-        That is every multiple of `checkpoint_tokens`, and the end of the prompt's last full block, or of the one before
-        it if no token of the prompt is left to compute after it.
+        That is every multiple of `checkpoint_tokens`, and the end of what an equal prompt could start from.
         """
-        every, block = self.checkpoint_tokens, self.block_tokens
-        prompt = (request.num_prompt_tokens - 1) // block * block
+        every, prompt = self.checkpoint_tokens, self.shareable(request)
         following = (computed // every + 1) * every
         return prompt if computed < prompt < following else following
 
@@ -317,21 +331,15 @@ class RequestMemory:
         """
         if request.restoring is not None:
             return True
-        num_tokens, pages = request.num_computed_tokens, request.block_table.pages
+        num_tokens = request.num_computed_tokens
         if not num_tokens or not self.may_swap():
             return False
         first, last = 0, -(-num_tokens // self.block_tokens)
         # with states, a request can begin in the prefix cache only at a checkpoint, which may be elsewhere
         if not self.layout.state_pages and self.use_prefix_cache and not request.needs_prompt_states:
             leaving = self.swapped.leaving()
-            step = self.layout.pages_per_block
-            while first < request.num_known_blocks:
-                page = pages[first * step]
-                if self.pool.references(page) <= 1 + leaving[page]:
-                    break
-                first += 1
-            if request.blocks.spans:
-                first = request.blocks.cached(first, self.block_tokens)  # `match` finds no more
+            used = takewhile(lambda block: self._is_shared(block, leaving), self._matched(request))
+            first = len(self._resident(request, list(used)))
         try:
             request.kv_image = self.swapped.swap_out(request.block_table, range(first, last), num_tokens)
         except ExecutorLost:
@@ -339,6 +347,11 @@ class RequestMemory:
         except Exception:
             logger.exception("the KV of request %s could not be copied to host memory", request.id)
         return request.kv_image is not None
+
+    def _is_shared(self, block: Block, leaving: Counter[int]) -> bool:
+        """True if a request other than the one that is about to leave uses a block. leaving: copies of each page."""
+        page = block.pages[0]
+        return bool(page) and self.pool.references(page) > 1 + leaving[page]
 
     def finish_copies(self) -> list[Request]:
         """Complete finished copies; return the requests with lost KV, which the caller sends back to the queue."""
@@ -368,13 +381,16 @@ class RequestMemory:
             request.kv_image = None
 
     def _restore(self, request: Request, image: KvImage, num_blocks: int) -> None:
-        """Copy a request's image into its pages after its cached prefix; drop the image if that fails."""
+        """Copy a request's image into its pages after its cached prefix. Raises CopyFailed; then the image is dropped,
+        and nothing is held.
+        """
         step = self.layout.pages_per_block
         skip = (num_blocks - image.blocks.start) * step
         held = image.held[skip:]
         if (missing := sum(held)) > self.pool.num_free and not self.reclaimer.make_room(missing):
             self._drop_image(request, image)
-            return
+            self.release(request)
+            raise CopyFailed
         table = request.block_table
         table.add_some(held)
         pages = [page for page in table.pages[num_blocks * step :] if page]
@@ -386,9 +402,9 @@ class RequestMemory:
             raise
         except Exception:
             logger.exception("the KV of request %s could not be copied back", request.id)
-            table.drop_from(num_blocks * step)
             self._drop_image(request, image)
-            return
+            self.release(request)
+            raise CopyFailed from None
         if table.states is not None:
             self.prefix.release(table.states.leave_checkpoint())
             table.states.accepted = image.accepted
@@ -468,16 +484,9 @@ class RequestMemory:
             tokens = request.keys(index * step, (index + 1) * step)
             pages = request.block_table.of_blocks(range(index, index + 1))
             version, scope = _version(request.adapter), self.scope(request)
-            block = None
-            if not request.is_refilling:
-                block = self.prefix.insert(
-                    version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
-                )
-            if block is None and (self.layout.has_windows or self.layout.state_pages):
-                block = self.prefix.refill(
-                    version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
-                )
-                request.is_refilling = True
+            block = self.prefix.insert(
+                version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
+            )
             if block is None:
                 request.caching = False
                 return
@@ -520,6 +529,11 @@ def swaps(setting: Literal["auto", "swap", "recompute"], costs: RestoreCosts) ->
     that the prefix cache may keep by chance are not counted.
     """
     return setting == "swap" or (setting == "auto" and costs.swapped_page < costs.prefix_page)
+
+
+def _cut_at(request: Request) -> Callable[[int], object] | None:
+    """See `PrefixCache.usable`."""
+    return request.blocks.around if request.blocks.spans else None
 
 
 def _version(adapter: Adapter | None) -> int:

@@ -28,7 +28,7 @@ class SharedPrefills:
 
     def hold_back(self, request: Request, num_tokens: int) -> bool:
         """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
-        if not self.leaders or self._shareable(request) <= num_tokens or request.needs_prompt_states:
+        if not self.leaders or self._memory.shareable(request) <= num_tokens or request.needs_prompt_states:
             return False
         leader = self.leaders.get(self._key(request))
         if leader is None or not self._leads(leader) or not _has_same_prompt(leader, request):
@@ -75,13 +75,7 @@ class SharedPrefills:
 
     def _leads(self, leader: Request) -> bool:
         known = leader.num_known_blocks * self._memory.block_tokens
-        return leader.is_running and leader.caching and known < self._shareable(leader)
-
-    def _shareable(self, request: Request) -> int:
-        """Return how many prompt tokens are in full blocks that an equal prompt could start from."""
-        size = self._memory.block_tokens
-        count = (request.num_prompt_tokens - 1) // size
-        return size * (request.blocks.cached(count, size) if request.blocks.spans else count)
+        return leader.is_running and leader.caching and known < self._memory.shareable(leader)
 
     def _key(self, request: Request) -> object:
         if request.prompt_hash is None:

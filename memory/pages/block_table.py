@@ -78,13 +78,6 @@ class BlockTable:
         self.pages += [next(pages) if each else PagePool.DUMMY for each in wanted]
         self._num_without += wanted.count(False)
 
-    def drop_from(self, count: int) -> None:
-        """Drop all pages but the first `count`, before any step has seen them."""
-        dropped = self.pages[count:]
-        self._prefix.release(dropped)
-        self._num_without -= dropped.count(PagePool.DUMMY)
-        del self.pages[count:]
-
     def leave(self, next_token: int) -> None:
         """Release the pages that neither the token at a position nor a later one sees."""
         released = []

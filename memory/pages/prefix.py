@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from .block import (
     BASE_VERSION,
@@ -37,9 +38,10 @@ from .prefix_tier import BlocksBelow, Tier
 class PrefixCache(BlocksBelow):
     """Known full blocks, used or evictable.
 
-    A request that knows a block also holds its ancestors' pages, except those that have left a window. Therefore an
-    unused block has only unused descendants, and evicting leaves, and pages in windows, one by one can free every
-    CACHED page.
+    A request that knows a block also holds its ancestors' pages, except those that have left a window, or those that
+    it has pages of its own for, as another request had completed an equal block before. An unused block without unused
+    children can be evicted: its descendants, which such a request uses, are forgotten then. So evicting blocks, and
+    pages in windows, one by one can free every CACHED page.
 
     Without page groups, blocks have no pages. Then a block is known while it has a checkpoint or a block after it, or
     while a request goes on from it: see `follow`.
@@ -86,18 +88,24 @@ class PrefixCache(BlocksBelow):
         """Pages of known blocks."""
         return len(self.by_page)
 
-    def match(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
-        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute, from
-        which a request can go on: each page group has all pages that the next token sees, or images of them.
+    def match(
+        self,
+        version: int,
+        tokens: Sequence[Key],
+        scope: Hashable = None,
+        changed_from: int = 0,
+        cut_at: Callable[[int], object] | None = None,
+    ) -> list[Block]:
+        """The known blocks that `tokens` begin with and a request can go on from; see `walk` and `usable`."""
+        return self.usable(self.walk(version, tokens, scope, changed_from), cut_at)
+
+    def walk(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
+        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute; usable
+        or not.
 
         scope: only blocks stored with an equal scope are found. changed_from: index of the first token that the version
         changes; the blocks before it are the base model's.
         """
-        found = self.walk(version, tokens, scope, changed_from)
-        return self._usable(found) if self._windowed or self._has_states else found
-
-    def walk(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
-        """The known blocks that `tokens` begin with, usable or not; arguments as of `match`."""
         found: list[Block] = []
         roots = self._roots.get(BASE_VERSION if changed_from else version)
         block: Block | None = None if roots is None else roots.get(scope)
@@ -113,11 +121,6 @@ class PrefixCache(BlocksBelow):
                 break
             found.append(block)
         return found
-
-    def resident(self, blocks: list[Block]) -> list[Block]:
-        """The most of a matched run's first blocks from which a request can go on without any image."""
-        found = [block for block in blocks if block.is_resident]
-        return self._usable(found, with_images=False) if self._windowed or self._has_states else found
 
     def absent(self, blocks: Sequence[Block]) -> list[tuple[int, Block, int]]:
         """What a request that begins with `blocks` needs of images: their places in its pages, with block and group."""
@@ -135,21 +138,34 @@ class PrefixCache(BlocksBelow):
         index, group = divmod(at, len(self._reach))
         return group in self._full or index >= count - self._reach[group]
 
-    def _usable(self, blocks: list[Block], *, with_images: bool = True) -> list[Block]:
-        """The most of a run's first blocks of which the last ones have all pages in their windows, and the last a
-        checkpoint if it needs one.
+    def usable(
+        self, blocks: Sequence[Block], cut_at: Callable[[int], object] | None = None, *, with_images: bool = True
+    ) -> list[Block]:
+        """The most of a run's first blocks that a request can go on from: whoever shortens a run asks here again.
+
+        Then each page group has all pages that the next token sees, the last block has a checkpoint if it needs one,
+        and nothing that must be computed as a whole is cut there. cut_at: returns what a border before the token at a
+        position cuts; None: nothing. with_images: images may stand for pages and checkpoints.
         """
-        longest = 0
+        if not with_images:
+            blocks = list(takewhile(lambda block: block.is_resident, blocks))
+        if self._windowed or self._has_states or cut_at is not None:
+            ends = self._ends(blocks, with_images=with_images)
+            if cut_at is not None:
+                ends = (count for count in ends if cut_at(count * self._block_tokens) is None)
+            blocks = blocks[: max(ends, default=0)]
+        return list(blocks)
+
+    def _ends(self, blocks: Sequence[Block], *, with_images: bool) -> Iterator[int]:
+        """The numbers of blocks after which all is there that the next token sees."""
         runs = dict.fromkeys(self._windowed, 0)  # blocks in a row that have the group's page
         for count, block in enumerate(blocks, 1):
             for group in self._windowed:
                 has = block.pages[group] or (with_images and group in block.images)
                 runs[group] = runs[group] + 1 if has else 0
-            if self._has_states and not _has_checkpoint(block, with_images=with_images):
-                continue
-            if all(runs[group] >= min(count, self._reach[group]) for group in self._windowed):
-                longest = count
-        return blocks[:longest]
+            has_state = not self._has_states or _has_checkpoint(block, with_images=with_images)
+            if has_state and all(runs[group] >= min(count, self._reach[group]) for group in self._windowed):
+                yield count
 
     def unused(self, blocks: Sequence[Block]) -> int:
         """Number of unused pages that `take` would take, which reduces the pages that can be reclaimed."""
@@ -191,10 +207,15 @@ class PrefixCache(BlocksBelow):
         """Drop a request's references to its pages, known blocks or not; DUMMY stands for none."""
         self._pool.release(filter(None, reversed(pages)))
         if self.by_page:
-            for block in dict.fromkeys(map(self.by_page.get, pages)):
-                if block is not None:
-                    self._offer(block)
-                    self._offer_checkpoint(block)
+            blocks = dict.fromkeys(map(self.by_page.get, pages))
+            for block in blocks:
+                if block is None:
+                    continue
+                self._offer(block)
+                self._offer_checkpoint(block)
+                parent = block.parent
+                if parent is not None and parent not in blocks and any(map(self._is_unused, block.pages[:1])):
+                    self._offer(parent)  # of which the caller has pages of its own
 
     def take_checkpoint(self, block: Block) -> KeptState:
         """Add a reference to the pages of a block's checkpoint, which it has; return it."""
@@ -234,9 +255,9 @@ class PrefixCache(BlocksBelow):
     ) -> Block | None:
         """Store a block whose KV was just completed in `pages`, one of each group, which the caller uses.
 
-        parent: the block before it, as returned by `insert` or `match`; None for the first. changed_from: see `match`.
-        Returns None if an equal block is already known: then the caller keeps its own pages to itself and inserts
-        nothing after it, but see `refill`.
+        parent: the block before it, as returned by `insert` or `match`; None for the first. changed_from: see `walk`.
+        If an equal block is already known, it is returned, with those of the pages that it had lost: the caller keeps
+        the others to itself. Returns None if the block can't be known: then the caller inserts nothing after it.
         """
         if parent is None:
             parent = self._root(BASE_VERSION if changed_from else version, scope)
@@ -244,11 +265,15 @@ class PrefixCache(BlocksBelow):
         branch = self._branch(version, start, changed_from)
         tokens = tuple(tokens)
         key = key_of(tokens, branch)
-        if not parent.is_known or not parent.is_resident or (self.num_groups and not any(pages)):
-            return None  # the parent was evicted, or all pages have left, behind a window
-        if (known := parent.children.get(key)) is not None:
-            if known.is_resident:
-                return None
+        if not parent.is_known or not parent.is_resident:
+            return None  # it was evicted
+        known = parent.children.get(key)
+        if known is not None and known.is_resident:
+            self._use_again(known, pages)
+            return known
+        if self.num_groups and not any(pages):
+            return None  # they have left their windows
+        if known is not None:
             self._return(known, pages)
             return known
         block = parent.children[key] = Block(parent, tokens, pages, next(self._numbers), branch)
@@ -335,33 +360,15 @@ class PrefixCache(BlocksBelow):
             return None
         return Branch(version, changed_from - start)
 
-    def refill(
-        self,
-        version: int,
-        parent: Block | None,
-        tokens: Sequence[Key],
-        pages: Sequence[int],
-        scope: Hashable = None,
-        changed_from: int = 0,
-    ) -> Block | None:
-        """Give a known block the pages in windows that it has lost; arguments as of `insert`. Return the block; None if
-        no such block is known.
-        """
-        if parent is None:
-            parent = self._roots.get(BASE_VERSION if changed_from else version, {}).get(scope)
-        if parent is None:
-            return None
-        branch = self._branch(version, parent.depth * self._block_tokens, changed_from)
-        block = parent.children.get(key_of(tuple(tokens), branch))
-        if block is None or not block.is_resident:
-            return None
+    def _use_again(self, block: Block, pages: Sequence[int]) -> None:
+        """Count a use of a known block, and give it the pages in windows that it has lost, of those of an equal one."""
+        block.uses += 1
         for group in self._windowed:
             if not block.pages[group] and pages[group] and pages[group] not in self.by_page:
-                block.pages[group] = page = pages[group]
-                self.by_page[page] = block
-                self._pool.keep(page)
-        self._offer(block)
-        return block
+                block.pages[group] = pages[group]
+                self._keep_pages(block, (pages[group],))
+        if self.num_groups:
+            self._offer(block)
 
     def forget_checkpoint(self, pages: Sequence[int]) -> bool:
         """Leave the pages of a checkpoint to the one request that uses them; False if others do, too."""
@@ -389,6 +396,8 @@ class PrefixCache(BlocksBelow):
         self._evict_block(item)
 
     def _evict_block(self, block: Block) -> None:
+        for child in [each for each in block.children.values() if each.is_resident]:
+            self.forget(child)  # a request uses it that has pages of its own for this block
         if block.in_windows is not None:
             self._order.discard(block.in_windows)
         if self.tier is not None:
@@ -567,8 +576,18 @@ class PrefixCache(BlocksBelow):
             self._prune(block)
         elif block.in_windows is not None:
             self._offer_in_windows(block, block.in_windows)
-        elif not block.num_resident_children and self._is_unused(block.pages[0]):
+        elif self._is_unused(block.pages[0]) and self._is_leaf(block):
             self._add(block, block, len(block.pages))
+        else:
+            self._order.discard(block)
+
+    def _is_leaf(self, block: Block) -> bool:
+        """True if no child of an unused block has pages that are unused, too."""
+        if not block.num_resident_children:
+            return True
+        if not self._full:
+            return False  # all its pages are in windows, and can be evicted anyway
+        return not any(each.is_resident and self._is_unused(each.pages[0]) for each in block.children.values())
 
     def _offer_in_windows(self, block: Block, in_windows: WindowPages) -> None:
         """As `_offer`, of a block of a model with windows."""
@@ -577,7 +596,7 @@ class PrefixCache(BlocksBelow):
         pages, full = block.pages, [block.pages[group] for group in self._full]
         unused = [page for page in pages if self._is_unused(page)]
         # a request that refills a block holds its pages in windows and not the others
-        if not block.num_resident_children and all(map(self._is_unused, full or filter(None, pages))):
+        if all(map(self._is_unused, full or filter(None, pages))) and self._is_leaf(block):
             if any(pages):
                 self._add(block, block, len(unused))
             else:

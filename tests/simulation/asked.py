@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.types import FinishReason, RequestOutput, TokenLogprobs
 from chorus.memory.adapters.adapter import Adapter
+
+from .made_up_images import inputs_of
 
 NEAR = 1e-3
 """Log-probabilities may differ by so much between kernels."""
@@ -82,6 +84,10 @@ class Asked:
     def tokens(self) -> list[int]:
         return self.prompt + self.told.tokens
 
+    def inputs(self, tokens: list[int]) -> Sequence[int]:
+        """What the KV of its tokens tells of them."""
+        return inputs_of(self.request, tokens)
+
     @property
     def ended(self) -> bool:
         return self.aborted or self.told.reason is not None
@@ -109,7 +115,7 @@ class Asked:
         self.error = output.error or ""
 
     def _check_cached(self, count: int, everybody: Iterable[Asked]) -> None:
-        begins = self.prompt[:count]
+        begins = self.inputs(self.prompt)[:count]
         promise(
             not count
             or self.was_sent_back
@@ -117,7 +123,7 @@ class Asked:
                 other is not self
                 and other.scope == self.scope
                 and self._has_kv_of(other, count)
-                and (other.prompt + other.told.tokens)[:count] == begins
+                and other.inputs(other.tokens)[:count] == begins
                 for other in everybody
             ),
             "{} got {} tokens from the cache that no request of its scope had",

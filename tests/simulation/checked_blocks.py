@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from chorus.core.engine import Engine
 from chorus.memory.pages.block import BASE_VERSION, Block, Medium
@@ -10,6 +11,7 @@ from chorus.memory.pages.pool import PageKind
 
 from .asked import Violation, promise
 from .checked_executor import CheckedExecutor, of_group, state_in
+from .made_up_images import input_of
 from .made_up_model import branched, content_of, kv_before, kv_behind
 
 
@@ -31,14 +33,15 @@ class CheckedBlocks:
             stack = [(child, kv_before(contents[root.version], dtype)) for child in root.children.values()]
             while stack:
                 block, last = stack.pop()
+                tokens = tuple(map(input_of, block.tokens))
                 if (branch := block.branch) is None:
-                    want = kv_behind(last, block.tokens)
+                    want = kv_behind(last, tokens)
                 else:
                     promise(branch.version in contents, "a branch of a version that is gone")
                     self.reached["branch"] += 1
-                    before = kv_behind(last, block.tokens[: branch.changed_from])
+                    before = kv_behind(last, tokens[: branch.changed_from])
                     begin = branched((before or [last])[-1], contents[branch.version])
-                    want = before + kv_behind(begin, block.tokens[branch.changed_from :])
+                    want = before + kv_behind(begin, tokens[branch.changed_from :])
                 num_cached += self._check_block(block, root.version, want, pages)
                 places[block.version, Medium.POOL] += block.is_resident
                 places[block.version, Medium.HOST] += block.has_images(windowed)
@@ -74,12 +77,20 @@ class CheckedBlocks:
         anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
         num_resident = sum(child.is_resident for child in block.children.values())
         promise(num_resident == block.num_resident_children, "a block counts other descendants with pages")
-        is_unused = not num_resident and set(anchors) <= set(unused)
+        is_unused = set(anchors) <= set(unused) and not self._has_unused_child(block, windows)
         promise(bool(kinds) or bool(num_resident), "a known block without pages or descendants that have any")
         in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
         if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
             raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
         return len(unused) + unused_state
+
+    def _has_unused_child(self, block: Block, windows: Sequence[int | None]) -> bool:
+        """True if a child must be evicted before its block."""
+        children = [each for each in block.children.values() if each.is_resident]
+        if None not in windows:
+            return bool(children)
+        kind = self.engine.pool.kind
+        return any(kind(each.pages[windows.index(None)]) is PageKind.CACHED for each in children)
 
     def _check_without_pages(self, block: Block) -> None:
         """Check that something needs a known block of a model whose tokens take no page."""

@@ -11,6 +11,8 @@ from typing import Any
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.policies import Policies
+from chorus.core.requests.blocks import Blocks
+from chorus.core.requests.media import MediaItem
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import RequestOutput
@@ -19,17 +21,20 @@ from chorus.perf.inline_reads import InlineReads
 
 from .asked import Asked
 from .checked_adapters import CheckedAdapters, Disk
+from .checked_blocks import CheckedBlocks
 from .checked_executor import CheckedExecutor
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
 from .late_results import LateResults
+from .made_up_images import EncodesAtOnce
 from .made_up_model import answer_alone, empty_memory
 from .virtual_reads import VirtualClock
 
 
 class CheckedEngine:
     """adapters: names, of two pages each. is_async: steps are launched ahead. swap_seconds: typical, of a copy of KV.
-    state_pages: of a recurrent state, if the model has layers with one. config: options that differ from a small
+    state_pages: of a recurrent state, if the model has layers with one. windows: of its other layers. image_blocks: the
+    positions that see each other, if it takes images. config: options that differ from a small
     engine's.
     """
 
@@ -42,6 +47,8 @@ class CheckedEngine:
         is_async: bool = False,
         swap_seconds: float = 0.0,
         state_pages: int = 0,
+        windows: tuple[int | None, ...] = (None,),
+        image_blocks: Blocks | None = None,
         **config: Any,
     ) -> None:
         defaults = {
@@ -60,11 +67,16 @@ class CheckedEngine:
         backend = CheckedAdapters(self.disk, lambda seconds: None, self.clock, memory, rng, reached)
         swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
+        layers = windows, state_pages, image_blocks
         self.executor = CheckedExecutor(
-            self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps, state_pages=state_pages
+            self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps, *layers
         )
         executor: Any = LateResults(self.executor) if is_async else self.executor
-        self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
+        encoder = EncodesAtOnce()
+        make_encoder: Any = None if image_blocks is None else lambda wake, budget: encoder
+        self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies, make_encoder)
+        encoder.engine = self.engine
+        self.blocks = CheckedBlocks(self.engine, self.executor, reached)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append(
             [(row.request_id, len(row.tokens)) for row in plan.sequences]
@@ -84,10 +96,11 @@ class CheckedEngine:
         prompt: Iterable[int] = (3, 4, 5),
         max_tokens: int = 3,
         tenant: str = "",
+        media: tuple[MediaItem, ...] = (),
         **params: Any,
     ) -> Request:
         wanted = RequestParams(max_tokens, temperature=0, ignore_eos=True, **params)
-        request = Request(name, list(prompt), wanted, adapter, tenant=tenant)
+        request = Request(name, list(prompt), wanted, adapter, tenant=tenant, media=media)
         self.engine.add_request(request)
         self.asked[name] = Asked(request, request.adapter, list(prompt), (tenant, ""))
         return request
@@ -96,6 +109,7 @@ class CheckedEngine:
         outputs = self.engine.step()
         assert not self.executor.violations, self.executor.violations
         self.engine.check_integrity()
+        self.blocks.check()
         for output in outputs:
             self.asked[output.request_id].told.add(output)
         return outputs

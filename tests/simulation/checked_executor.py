@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ExecutorBase, ModelInfo
+from chorus.core.requests.blocks import Blocks
 from chorus.core.requests.draft_length import MOST_DRAFTS
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.runner import DecodeBuckets
@@ -23,6 +24,7 @@ from .checked_adapters import CheckedAdapters
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
 from .made_up_grammar import allowed, made_up_grammars, sees
+from .made_up_images import are_whole
 from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, Memory, content_of, kv_of, next_token, seconds_of
 from .virtual_reads import VirtualClock
 
@@ -48,14 +50,19 @@ class CheckedExecutor(ExecutorBase):
         swaps: CheckedSwaps | None = None,
         windows: tuple[int | None, ...] = (None,),
         state_pages: int = 0,
+        image_blocks: Blocks | None = None,
     ) -> None:
         """windows: of the layers of the made-up model with attention; none: there are none, and tokens take no page.
         state_pages: of a state of its other layers; with speculation, one page more has the inputs of drafts.
+        image_blocks: the positions that see each other, if it takes images.
         """
         super().__init__()
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS, grammars=made_up_grammars())
+        if image_blocks is not None:
+            sees = {"vocab_size": VOCAB + 1, "why_blind": None, "image_token": VOCAB, "image_blocks": image_blocks}
+            self.model = replace(self.model, **sees)
         sizes = len(windows), 1, 8, config.block_tokens, 4
         self.layout = PageLayout(*sizes, windows, state_page_bytes=64 * config.block_tokens)
         if state_pages:
@@ -221,7 +228,7 @@ class CheckedExecutor(ExecutorBase):
                 continue
             content = content_of(adapter)
             tokens, changed_from = known_and_drafts(row)[: row.kv_len], row.lora_from if content else 0
-            want = kv_of(content, tokens, changed_from, self.config.dtype)
+            want = kv_of(content, asked.inputs(tokens), changed_from, self.config.dtype)
             self._check_state(row, want)
             self._write(row, want)
             self._check_seen(row, want)
@@ -281,6 +288,8 @@ class CheckedExecutor(ExecutorBase):
         promise(not row.drafts or row.kv_len < asked.request.max_length, "{} has drafts beyond its last token", id)
         promise(row.params == asked.request.params, "{} runs with other parameters than its own", id)
         promise(row.num_prompt_tokens == len(asked.prompt), "{} has another prompt's length", id)
+        promise(are_whole(asked.request.blocks, row.start, row.kv_len), "a step of {} has a part of an image", id)
+        self._reached["image after a cached prefix"] += bool(row.start and row.sees)
 
     def _late(self, plan: StepPlan) -> set[int]:
         """Slots of adapters that don't load within `max_load_stall_seconds`; the other adapters' bytes are checked."""
@@ -307,7 +316,8 @@ class CheckedExecutor(ExecutorBase):
             return
         seed = row.seed if row.params.temperature else None
         sees(row)
-        token = result.tokens[row.request_id] = _next_of(row, content, row.token_ids, seed)
+        inputs = self._asked[row.request_id].inputs
+        token = result.tokens[row.request_id] = _next_of(row, content, inputs(row.token_ids), seed)
         if row.params.logprobs is not None:
             result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
         self._answer_drafts(row, content, seed, result)
@@ -326,7 +336,8 @@ class CheckedExecutor(ExecutorBase):
             if index == len(result.after_drafts):
                 result.after_drafts.append(StepResult())
             after = result.after_drafts[index]
-            token = _next_of(row, content, row.token_ids + drafts[: index + 1], seed)
+            inputs = self._asked[row.request_id].inputs(row.token_ids + drafts[: index + 1])
+            token = _next_of(row, content, inputs, seed)
             after.tokens[row.request_id] = token
             if row.params.logprobs is not None:
                 after.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
@@ -342,9 +353,9 @@ class CheckedExecutor(ExecutorBase):
             answer.append(draft)
 
 
-def _next_of(row: ScheduledSequence, content: int, tokens: list[int], seed: int | None) -> int:
-    """The token of a row's request that follows `tokens`."""
-    return next_token(content, tokens, seed, row.lora_from, row.params.grammar, row.num_prompt_tokens)
+def _next_of(row: ScheduledSequence, content: int, inputs: Sequence[int], seed: int | None) -> int:
+    """The token of a row's request that follows `inputs`."""
+    return next_token(content, inputs, seed, row.lora_from, row.params.grammar, row.num_prompt_tokens)
 
 
 def known_and_drafts(row: ScheduledSequence) -> list[int]:

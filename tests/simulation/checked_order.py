@@ -177,18 +177,22 @@ class CheckedOrder:
         self._check_adapters(plan, left_out)
         able = [each for each in paused if each.restoring is None and each.adapter not in left_out]
         reached["a prompt waited for answers"] += any(map(self._is_bounded, able))
+        left = self._config.max_num_batched_tokens - plan.num_tokens
         alone = [each for each in able if not each.choice_group and not self._is_bounded(each)]
+        cut = sum(each.blocks.longest > left for each in able)  # one step computes all of an image
+        alone = [each for each in alone if each.blocks.longest <= left]
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
         )  # whose rows are free in this step
         free_rows = self._config.max_num_seqs - len(plan.sequences)
         reached["sat out for another tenant"] += not free_rows and bool(alone)
-        if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
-            promise(not alone or free_rows <= preempted + gave, "one that is alone in its call sat out")
+        if left and engine.reclaimer.available and not waits:
+            promise(not alone or free_rows <= preempted + gave + cut, "one that is alone in its call sat out")
         if not free_rows:
-            has_tokens = plan.num_tokens < self._config.max_num_batched_tokens and self._paused <= before
-            self._check_shares(in_step, has_tokens, ending, left_out)
+            longest = max((each.blocks.longest for each in self._scheduler.waiting), default=0)
+            has_tokens = left > longest and self._paused <= before
+            self._check_shares(in_step, left, ending, left_out, has_tokens=has_tokens)
 
     def _is_bounded(self, request: Request) -> bool:
         """True if a request has a prompt to compute, of which a step may have no token as another tenant decodes, or
@@ -228,18 +232,22 @@ class CheckedOrder:
             promise(not is_late, "{} is descheduled since {}, now {}", adapter, then, now)
 
     def _check_shares(
-        self, in_step: Collection[str], has_tokens: bool, ending: Set[str], left_out: Set[Adapter]
+        self, in_step: Collection[str], left: int, ending: Set[str], left_out: Set[Adapter], *, has_tokens: bool
     ) -> None:
         """Check that no tenant that could begin waits without a row while another has two, where there is room.
 
-        A row that was started in this step is cancelled in none before the next. has_tokens: the step has tokens left,
-        other than those of rows that were cancelled last.
+        A row that was started in this step is cancelled in none before the next. left: tokens that the step does not
+        use. has_tokens: it has some, other than those of rows that were cancelled last.
         """
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.fairness_key for request in running if request.id in in_step)
         here = [each for each in running if each.restoring is None and each.id not in ending]
         here = [each for each in here if each.adapter not in left_out]
-        here = {each.fairness_key for each in here if each.id in in_step or not self._is_bounded(each)}
+        here = {
+            each.fairness_key
+            for each in here
+            if each.id in in_step or not (self._is_bounded(each) or each.blocks.longest > left)
+        }
         config = self._config
         has_more = config.max_adapters_per_step is not None and len(here) > config.max_num_seqs
         promise(rows.keys() == here or bool(running.choice_groups) or has_more, "a tenant whose requests all sit out")

@@ -14,6 +14,7 @@ from typing import Any, cast
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.policies import Policies
+from chorus.core.requests.blocks import Blocks
 from chorus.core.requests.request_params import RequestParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.composition import Composition
@@ -37,6 +38,7 @@ from .faulty_disk import FileImage, FilesInVirtualTime
 from .invariants import Invariants
 from .late_results import late_results
 from .made_up_grammar import made_up
+from .made_up_images import EncodesAtOnce, Prompt, with_images
 from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, empty_memory
 from .virtual_reads import VirtualClock, VirtualReads
 
@@ -78,6 +80,15 @@ class CheckedRun(EngineRun):
                 }
             )
         self.seeds = Seeds(config.seed)
+        self._images = random.Random(f"images {config.seed}")
+        """What draws images: a source of its own, too."""
+        self._image_blocks = self._images.choice([None, None, None, Blocks.IMAGES, Blocks.IMAGES, Blocks.PROMPT])
+        self.beginnings = [Prompt(each) for each in self.prompts]
+        if self._image_blocks is not None:
+            self.beginnings = [with_images(each, VOCAB, self._images) for each in self.prompts]
+            longest = MAX_MODEL_LEN if self._image_blocks is Blocks.PROMPT else self._images.choice([3, 8, 8, 8])
+            room = max(config.max_num_batched_tokens, config.max_num_seqs + longest)
+            config = config.model_copy(update={"max_num_batched_tokens": room})
         self._composing = random.Random(config.seed) if (config.seed or 0) % 2 else None
         """What draws composed adapters: a source of its own, so that the other runs stay what they are."""
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
@@ -116,9 +127,14 @@ class CheckedRun(EngineRun):
             swaps,
             self._windows,
             self._state_pages,
+            self._image_blocks,
         )
         proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
-        self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, Policies(proposer=proposer))
+        encoder = EncodesAtOnce()
+        make_encoder: Any = None if self._image_blocks is None else lambda wake, budget: encoder
+        policies = Policies(proposer=proposer)
+        self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, policies, make_encoder)
+        encoder.engine = self.engine
         proposer.use(self.engine)
         if self.engine.disk is not None:
             self.files = FilesInVirtualTime(self.engine, self.clock, self._disk_rng, self.reached)
@@ -169,6 +185,7 @@ class CheckedRun(EngineRun):
                 scheduler.lifecycle.num_preemptions > self._num_preemptions
                 or counts.num_given_up > self._num_given_up
                 or images.has_failures  # at once: an earlier read of the same directory hangs
+                or (self.engine.disk is not None and self.engine.disk.is_reading)  # for longer than it is worth
             )
             promise(
                 bool(has_reads) or bool(beside) or was_changed or is_inline,
@@ -254,19 +271,24 @@ class CheckedRun(EngineRun):
         for _ in range(count):
             if not is_one_prompt:
                 own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]
-            self._submit(name, beginning + own, self.seeds.fill(params), tenant, salt, call)
+            self._submit(name, beginning.then(own), self.seeds.fill(params), tenant, salt, call)
 
     def _composed_with(self, name: str, rng: random.Random) -> str | None:
         """An adapter with a scale, and mostly another one beside it; the first one's name if that is all there is."""
         others = rng.sample(self.names, rng.choice([0, 1, 1, 1, 2]))
         return Composition.of((each, rng.choice([0.5, 1.0, -2.0])) for each in (name, *others)).model
 
-    def _beginning(self) -> list[int]:
+    def _beginning(self) -> Prompt:
         """A beginning that other prompts share, or an earlier prompt with its answer."""
         if self.asked and self.rng.random() < 0.15:
-            return self.rng.choice(list(self.asked.values())).tokens
-        shared = self.rng.choice(self.prompts)
-        return shared[: self.rng.choice([0, len(shared) // 2, len(shared)])]
+            asked = self.rng.choice(list(self.asked.values()))
+            return Prompt(asked.tokens, asked.request.media)
+        shared = self.rng.choice(self.beginnings)
+        count = len(shared.tokens)
+        shown = shared.first(self.rng.choice([0, count // 2, count]))
+        if shared.media and self._images.random() < 0.5:  # up to an image, which pages seldom end with
+            return shared.first(sum(self._images.choice(shared.media).runs[-1]))
+        return shown
 
     def _alone(self, asked: Asked) -> Told:
         return answer_alone(asked)
@@ -338,7 +360,7 @@ class CheckedRun(EngineRun):
                 tenant = rng.choice(["", "a", "b"])
             case 2:
                 salt = rng.choice(["", "salt"])
-        self._submit(name, prompt, self.seeds.fill(params), tenant, salt)
+        self._submit(name, Prompt(prompt, before.media), self.seeds.fill(params), tenant, salt)
 
     def _count_files(self) -> None:
         disk = self.engine.disk

@@ -16,7 +16,9 @@ from .virtual_reads import VirtualClock
 
 
 class CheckedSwaps:
-    """Copies of KV pages to host memory and back, in virtual time; some fail, and their results are discarded."""
+    """Copies of KV pages to host memory and back, in virtual time; some fail, and their results are discarded, and some
+    don't begin.
+    """
 
     page_seconds = 1e-4
 
@@ -38,6 +40,8 @@ class CheckedSwaps:
         self._trouble = trouble
         self._num_under_way = 0
         self.copying = CopyMode.BACKGROUND if delay else CopyMode.AT_ONCE
+        self._refusals = random.Random(repr(rng.getstate())) if trouble else None
+        """What draws copies that do not even begin: a source of its own."""
 
     def copy_out(self, pages: Sequence[int], *, ahead: bool = False) -> tuple[list[list[object]], SwapCopy | None]:
         image: list[list[object]] = []
@@ -56,6 +60,9 @@ class CheckedSwaps:
             for place, content in zip(places, contents, strict=True):
                 place[:] = content
 
+        if self._refusals is not None and self._refusals.random() < 0.2:
+            self._reached["a copy that could not begin"] += 1
+            raise OSError("a copy could not begin")
         for place in places:
             place[:] = ["not there yet"] * len(place)
         return self._begin(write)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chorus.core.engine import Engine
+from chorus.core.requests.blocks import Blocks
 from chorus.core.requests.record import NotHere, to_record
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
@@ -26,6 +27,7 @@ from chorus.memory.files.identity import with_content
 
 from .asked import Asked, Told, Violation, invoked_at, promise
 from .invariants import Invariants
+from .made_up_images import Prompt
 
 OVERLOADED = "too many wait"
 
@@ -171,8 +173,9 @@ class EngineRun(ABC):
         self.reached["reload in use"] += old is not None and old.requests > 0
 
     def _submit(
-        self, name: str | None, prompt: list[int], params: RequestParams, tenant: str, salt: str, call: str = ""
+        self, name: str | None, sent: Prompt, params: RequestParams, tenant: str, salt: str, call: str = ""
     ) -> Asked | None:
+        prompt = sent.tokens
         request = Request(
             f"r{len(self.asked)}",
             list(prompt),
@@ -181,9 +184,10 @@ class EngineRun(ABC):
             tenant=tenant,
             cache_salt=salt,
             choice_group=call,
+            media=sent.media,
             prediction=self.predict(),
         )
-        expected = self._refusal(name, prompt, params.max_tokens)
+        expected = self._refusal(name, sent, params.max_tokens)
         refused = self._add(lambda: self.engine.add_request(request))
         is_right = refused == expected or (refused == OVERLOADED and expected is None)
         promise(is_right, "{} was refused for {}, not for {}", request.id, refused, expected)
@@ -195,6 +199,7 @@ class EngineRun(ABC):
         self._check_bound(adapter, self._invoked(name, prompt))
         scope = ("" if self.engine.config.share_prefix_cache else tenant, salt)
         asked = self.asked[request.id] = self.active[request.id] = Asked(request, adapter, prompt, scope)
+        self.reached["asked about an image"] += bool(sent.media)
         return asked
 
     def _invoked(self, name: str | None, prompt: list[int]) -> list[tuple[Adapter, float]]:
@@ -211,8 +216,9 @@ class EngineRun(ABC):
             promise(scales == [scale for _, scale in wanted], "a request got other scales than it named")
             promise(adapter in self.engine.store.versions(), "a request got a composed adapter that is not kept")
 
-    def _refusal(self, name: str | None, prompt: list[int], max_tokens: int | None) -> str | None:
+    def _refusal(self, name: str | None, sent: Prompt, max_tokens: int | None) -> str | None:
         """The field that a request must be refused for."""
+        prompt = sent.tokens
         config, most, length = self.engine.config, self.engine.model.max_model_len, len(prompt)
         total = min(most, length + (max_tokens or 1))
         if not 0 < length < most:
@@ -225,12 +231,27 @@ class EngineRun(ABC):
             num_pages, usable = sum(part.num_pages for part in parts), self.engine.pool.num_usable
             if any(part.manifest.invocation_tokens for part in parts) or num_pages >= usable:
                 return "adapters"
+        if (refused := self._refusal_of_blocks(name, sent)) is not None:
+            return refused
         if not config.chunked_prefill and total - 1 > config.max_num_batched_tokens:
             return "prompt"
         parts = [each for each, _ in self._invoked(name, prompt)]
         is_pinned = name in self.current and self.current[name] in self.pinned  # one with a scale has its own pages
         fits = self._could_fit(0 if is_pinned else sum(part.num_pages for part in parts), total - 1)
         return None if fits else "prompt" if max_tokens is None else "max_tokens"
+
+    def _refusal_of_blocks(self, name: str | None, sent: Prompt) -> str | None:
+        """The field that a prompt is refused for whose positions see each other."""
+        config, kind = self.engine.config, self.engine.model.image_blocks
+        if kind is None:
+            return None
+        longest = max((count for item in sent.media for _, count in item.runs), default=0)
+        if kind is Blocks.PROMPT:
+            longest = len(sent.tokens)
+        if longest > config.max_num_batched_tokens - config.max_num_seqs:
+            return "messages"
+        begins = [invoked_at(each, sent.tokens) for each, _ in self._invoked(name, sent.tokens)]
+        return "model" if kind is Blocks.PROMPT and any(begins) else None
 
     def _could_fit(self, num_pages: int, num_tokens: int) -> bool:
         """True if an adapter's pages and tokens fit in addition to pinned adapters when nothing else is there."""

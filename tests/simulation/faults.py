@@ -84,8 +84,8 @@ def shared_page_written(patch):
     """A request goes on in the cached block that begins as it does, although the block's last token differs."""
     match = PrefixCache.match
 
-    def longer(self, version, tokens, scope=None):
-        found, step = match(self, version, tokens, scope), self._block_tokens
+    def longer(self, version, tokens, *rest):
+        found, step = match(self, version, tokens, *rest), self._block_tokens
         if found and len(tokens) > (len(found) + 1) * step:
             found += [
                 child
@@ -193,7 +193,7 @@ def blind_prefixes(patch):
     """Cached KV of one adapter version is taken for another's."""
     match, insert = PrefixCache.match, PrefixCache.insert
     patch.setattr(PrefixCache, "match", lambda self, version, *rest: match(self, 0, *rest))
-    patch.setattr(PrefixCache, "insert", lambda self, version, *rest: insert(self, 0, *rest))
+    patch.setattr(PrefixCache, "insert", lambda self, version, *rest, **named: insert(self, 0, *rest, **named))
 
 
 def stale_versions(patch):
@@ -204,6 +204,37 @@ def stale_versions(patch):
 def shared_cache(patch):
     """A tenant starts from another one's requests."""
     patch.setattr(RequestMemory, "scope", lambda self, request: ("", ""))
+
+
+def images_cut(patch):
+    """A cached prefix ends within an image."""
+    usable = PrefixCache.usable
+    patch.setattr(PrefixCache, "usable", lambda self, blocks, cut_at=None, **how: usable(self, blocks, **how))
+
+
+def windows_of_a_longer_prefix(patch):
+    """A cached prefix is cut at an image, and pages in windows are there for the longer one."""
+    usable = PrefixCache.usable
+
+    def cut(self, blocks, cut_at=None, **how):
+        found = usable(self, blocks, **how)
+        while found and cut_at is not None and cut_at(len(found) * self._block_tokens) is not None:
+            del found[-1]
+        return found
+
+    patch.setattr(PrefixCache, "usable", cut)
+
+
+def chunks_of_a_longer_prefix(patch):
+    """If a prefix can't be copied from host memory, its request computes as many tokens as it would have after it."""
+    start = RequestMemory.start
+
+    def stubborn(self, request, blocks, count):
+        while not start(self, request, blocks, count):
+            blocks = self.match(request)
+        return True
+
+    patch.setattr(RequestMemory, "start", stubborn)
 
 
 def scores_of_what_is_left(patch):
@@ -448,6 +479,9 @@ FAULTS: tuple[Fault, ...] = (
     blind_prefixes,
     stale_versions,
     shared_cache,
+    images_cut,
+    windows_of_a_longer_prefix,
+    chunks_of_a_longer_prefix,
     scores_of_what_is_left,
     forgetful_moves,
     rows_of_the_gone,

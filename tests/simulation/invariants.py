@@ -109,6 +109,7 @@ class Invariants:
         host = self._engine.host
         num_bytes = images.num_bytes + self._engine.swapped.num_bytes + (0 if host is None else host.num_bytes)
         num_bytes += 0 if self._engine.disk is None else self._engine.disk.num_bytes
+        num_bytes += 0 if self._engine.encoder is None else self._engine.encoder.cache.num_bytes
         if host is not None and (ahead := host.ahead) is not None:
             num_bytes += ahead.num_bytes
             self._reached["copied ahead"] += ahead.num_begun_pages > 0

@@ -98,7 +98,8 @@ def answer_alone(asked: Asked) -> Told:
     params, prompt, told, content = asked.request.params, asked.prompt, Told(), content_of(asked.adapter)
     seed = asked.request.seed if params.temperature else None
     while told.reason is None:
-        token = next_token(content, prompt + told.tokens, seed, asked.changed_from, params.grammar, len(prompt))
+        inputs = asked.inputs(prompt + told.tokens)
+        token = next_token(content, inputs, seed, asked.changed_from, params.grammar, len(prompt))
         told.tokens.append(token)
         ends = token in EOS and (not params.ignore_eos or params.grammar is not None)  # nothing goes on after a grammar
         if token in params.stop_token_ids or ends:

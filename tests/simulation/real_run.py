@@ -12,6 +12,7 @@ log-probabilities.
     python -m tests.simulation.real_run --ranks 2           # or: --offload-workers 1, with adapters over a slow link
     python -m tests.simulation.real_run --base qwen3.5      # a tiny random model: a name of tests/core/tiny_families.py
     python -m tests.simulation.real_run --base qwen3-moe --kv-cache-dtype fp8
+    python -m tests.simulation.real_run --images gemma3     # a tiny random model that sees, asked about images
     python -m tests.simulation.real_run --files             # cached prefixes in files, which all engines share
 """
 
@@ -34,7 +35,7 @@ from unittest.mock import patch
 from tokenizers import Tokenizer
 
 from chorus.core.config import EngineConfig
-from chorus.core.engine import Engine
+from chorus.core.engine import Engine, _encoder_of
 from chorus.core.executors.base import ModelExecutor
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
@@ -60,11 +61,14 @@ from .engine_run import Campaign, EngineRun, Outcome, run_seed
 from .invariants import Invariants
 from .late_results import late_results
 from .late_swaps import LateSwaps
+from .made_up_images import Prompt
 
 MAX_TOKENS = 24
 TEXTS = 8
 ANSWERS_PER_ENGINE = {"auto": 400, "torch": 120}
 FAULT = "an injected fault"
+CLEAR = 2e-3
+"""By how much a token's log-probability exceeds the next one's."""
 GRACE = 5.0
 """Seconds until every page is back after the last read was let go."""
 WAYS: list[dict[str, Any]] = [
@@ -109,7 +113,7 @@ class Base:
 
     model: Path
     adapters: Mapping[str, Path]
-    prompts: Mapping[str | None, list[list[int]]]
+    prompts: Mapping[str | None, list[Prompt]]
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of every engine's configuration."""
 
@@ -117,13 +121,15 @@ class Base:
     temperatures: tuple[float, ...] = (0.0, 0.0, 1.0)
     is_large: bool = False
     """True if adapters take many pages: the smallest pool has room for one."""
+    least_tokens: int = 0
+    """Tokens that a step must have room for, beside one of each sequence."""
 
 
 def demo_base() -> Base:
     """The built-in model, whose adapters are trained, so that one for another gives another answer."""
     tokenizer = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
     prompts = {
-        name: [tokenizer.encode(prompt(text)).ids for text in sample_inputs(skill, TEXTS, 0)]
+        name: [Prompt(tokenizer.encode(prompt(text)).ids) for text in sample_inputs(skill, TEXTS, 0)]
         for name, skill in {None: BASE, **SKILLS}.items()
         if name is None or (BUILTIN_ADAPTERS / name).is_dir()
     }
@@ -138,10 +144,48 @@ def tiny_base(name: str, **options: Any) -> Base:
     it, rng = make_tiny(name), random.Random(name)
     lengths = [rng.randint(5, 60) for _ in range(TEXTS)]
     prompts = {
-        adapter: [it.case(adapter, length, seed=seed, count=MAX_TOKENS)[0] for seed, length in enumerate(lengths)]
+        adapter: [
+            Prompt(it.case(adapter, length, seed=seed, count=MAX_TOKENS)[0]) for seed, length in enumerate(lengths)
+        ]
         for adapter in (None, *it.adapters)
     }
     return Base(it.model, it.adapters, prompts, options, GREEDY_WAYS, temperatures=(0.0,), is_large=True)
+
+
+def seeing_base(name: str) -> Base:
+    """A tiny random model of tests/core/media, asked about the same images in other words, so that what prompts share
+    ends behind their images or within them. Its answers are those of transformers and peft, each token a clear choice.
+    """
+    from ..core.media.test_served_images import Asked as Seen
+    from ..core.media.test_served_images import engine_of, picture
+
+    seen, rng = Seen(name), random.Random(name)
+    pictures = [picture(seed, size) for seed, size in enumerate([(30, 90), (60, 20), (40, 40)])]
+    engine = engine_of(seen, max_num_batched_tokens=512)
+    prompts: dict[str | None, list[Prompt]] = {}
+    for adapter in (None, "text", "seven", "linear"):
+        prompts[adapter] = found = list[Prompt]()
+        for number in range(16):
+            images = pictures[: rng.choice([1, 1, 2, 3])] if rng.random() < 0.9 else []
+            text = " ".join(rng.choices(["hi", "how", "are", "you", "today", "a", "what", "?"], k=rng.randint(1, 9)))
+            request = seen.request(f"{adapter} {number}", adapter, images, text, MAX_TOKENS)
+            request.params = RequestParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=2)
+            told = Told()
+            engine.add_request(request)
+            while engine.has_work():
+                for output in engine.step():
+                    told.add(output)
+            gaps = [one.top[0][1] - one.top[1][1] for one in told.logprobs]
+            if min(gaps) > CLEAR and told.tokens == seen.wanted[request.id]:
+                found.append(Prompt(request.token_ids[: request.num_prompt_tokens], request.media))
+            elif min(gaps) > CLEAR:
+                raise Violation(f"{request} is not answered as by transformers")
+    engine.close()
+    path = seen.reference.path
+    longest = max(len(each.tokens) for found in prompts.values() for each in found)
+    adapters = {each: path / "adapters" / each for each in prompts if each is not None}
+    options = {"memory_bytes": None}
+    return Base(path, adapters, prompts, options, GREEDY_WAYS, (0.0,), is_large=True, least_tokens=longest)
 
 
 class Calm:
@@ -152,7 +196,7 @@ class Calm:
         self._engine = Engine.from_config(_config(self.base))
         for name, path in self.base.adapters.items():
             self._engine.store.register(name, path)
-        self._known: dict[tuple[str | None, tuple[int, ...], str], Told] = {}
+        self._known: dict[tuple[str | None, tuple[int, ...], tuple[str, ...], str], Told] = {}
         self.asked: dict[Path, list[dict[str, Asked]]] = {}
         """The requests of each engine that had a folder of cached prefixes."""
         self.prompts = self.base.prompts
@@ -162,12 +206,12 @@ class Calm:
         if self.base.is_large:
             self.least_pages += max(each.num_pages for each in adapters)
 
-    def answer(self, skill: str | None, tokens: list[int], params: RequestParams) -> Told:
-        key = (skill, tuple(tokens), repr(params))
+    def answer(self, skill: str | None, sent: Prompt, params: RequestParams) -> Told:
+        key = (skill, tuple(sent.tokens), tuple(item.digest for item in sent.media), repr(params))
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = Told()
-            self._engine.add_request(Request("calm", list(tokens), params, skill))
+            self._engine.add_request(Request("calm", list(sent.tokens), params, skill, media=sent.media))
             while self._engine.has_work():
                 for output in self._engine.step():
                     found.add(output)
@@ -240,7 +284,8 @@ class RealRun(EngineRun):
         self.executor: Any = Faulty(inner)
         proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
         policies = Policies(proposer=proposer)
-        self.engine = Engine(config, late_results(self.executor, rng), policies=policies)
+        encoder = _encoder_of(config, inner)
+        self.engine = Engine(config, late_results(self.executor, rng), policies=policies, encoder=encoder)
         proposer.use(self.engine)
         if self.engine.disk is not None:  # a tiny model computes a block in less time than its file is read in
             self.engine.disk.costs = RestoreCosts(prefix_page=1e3)
@@ -268,12 +313,12 @@ class RealRun(EngineRun):
             num_pages=self._ranks * (self.calm.least_pages + rng.choice([40, 60, 90, 400])),
             block_tokens=rng.choice([4, 8, 16]),
             max_num_seqs=slots,
-            max_num_batched_tokens=max(slots, rng.choice([16, 32, 256])),
+            max_num_batched_tokens=max(slots + base.least_tokens, rng.choice([16, 32, 256])),
             chunked_prefill=rng.random() < 0.8,
             adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]),
             host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
             eviction=rng.choice(["cost", "lru"]),
-            prefix_cache=rng.random() < 0.7,
+            prefix_cache=bool(base.least_tokens) or rng.random() < 0.7,
             share_prefix_cache=rng.random() < 0.3,
             lookahead=rng.choice([1, 2, 8]),
             prefetch=rng.choice([0, 1, 3]),
@@ -301,14 +346,22 @@ class RealRun(EngineRun):
             return
         skill = rng.choice([None, *self.current, *self.current])
         way = {"max_tokens": MAX_TOKENS, **rng.choice(self.calm.base.ways)}
-        tokens, temperature = rng.choice(self.calm.prompts[skill]), rng.choice(self.calm.base.temperatures)
+        sent, temperature = rng.choice(self.calm.prompts[skill]), rng.choice(self.calm.base.temperatures)
         for _ in range(rng.choice([1, 1, 1, 4])):
             params = RequestParams(**way, temperature=temperature, seed=rng.randrange(3) if temperature else 0)
-            self._submit(skill, tokens, params, rng.choice(["", "a", "b"]), rng.choice(["", "", "x"]))
+            self._submit(skill, sent, params, rng.choice(["", "a", "b"]), rng.choice(["", "", "x"]))
 
     def _alone(self, asked: Asked) -> Told:
         skill = None if asked.adapter is None else asked.adapter.name
-        return self.calm.answer(skill, asked.prompt, asked.request.params)
+        return self.calm.answer(skill, Prompt(asked.prompt, asked.request.media), asked.request.params)
+
+    def _add(self, add: Callable[[], object]) -> str | None:
+        """Queue a request, once its images are encoded."""
+        refused = super()._add(add)
+        while self.engine.is_encoding:
+            self.engine._add_encoded()  # noqa: SLF001 - no step may begin meanwhile
+            time.sleep(0)
+        return refused
 
     # -- adapters
 
@@ -456,10 +509,12 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--ranks", type=int, default=1, help="ranks of each engine")
     command.add_argument("--offload-workers", type=int, default=0, help="offload workers of each engine")
     command.add_argument("--base", help="a tiny random model, in place of the built-in one")
+    command.add_argument("--images", help="a tiny random model that sees: a name of tests/core/media")
     command.add_argument("--kv-cache-dtype", default="auto", help="of a tiny model's engines")
     command.add_argument("--files", action="store_true", help="keep cached prefixes in files, which all engines share")
     args = command.parse_args(argv)
     base = tiny_base(args.base, kv_cache_dtype=args.kv_cache_dtype) if args.base else demo_base()
+    base = seeing_base(args.images) if args.images else base
     calm, campaign = Calm(base), Campaign(args.log, 1)
     with tempfile.TemporaryDirectory(prefix="chorus-run-") as name:
         files = Path(name) if args.files else None

@@ -5,6 +5,7 @@ import pytest
 from chorus.core.scheduling.scheduler import Scheduler
 from chorus.memory.pages.pool import PagePool
 
+from ..core.media.tiny_vision import needs_vision
 from . import real_run
 from .real_run import Calm, simulate
 
@@ -59,3 +60,16 @@ def lasting_pages(monkeypatch):
 def test_a_planted_fault_is_found(plant, calm, monkeypatch):
     plant(monkeypatch)
     assert any(simulate(seed, calm)[1] is not None for seed in range(4))
+
+
+@pytest.mark.wide
+@pytest.mark.integration
+@pytest.mark.vision
+@needs_vision
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "paligemma"])
+def test_engines_that_see_keep_their_promises(family):
+    """Images whose positions see each other, windows, and cached prefixes in host memory."""
+    seen = Calm(real_run.seeing_base(family))
+    runs = [simulate(seed, seen) for seed in range(2)]
+    assert [cause for _, cause, _ in runs if cause is not None] == []
+    assert sum(reached["asked about an image"] for *_, reached in runs) > 20

@@ -21,6 +21,9 @@ DECODES_ITS_LAST_PROMPT_TOKEN = 51133
 EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
+    "asked about an image",
+    "image after a cached prefix",
+    "a copy that could not begin",
     "block in host memory",
     "checkpoint in host memory",
     "copied ahead",

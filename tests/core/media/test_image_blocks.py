@@ -15,10 +15,11 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.requests import request as requests
-from chorus.core.requests.blocks import CutBlock, PromptBlocks, blocks_of
+from chorus.core.requests.blocks import CutBlock, blocks_of
 from chorus.core.requests.media import keys_of
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest
+from chorus.memory.pages.prefix import PrefixCache
 from chorus.ops.attention.blocks import BlockMask
 
 from .test_served_images import KERNELS, Asked, answers, engine_of, picture
@@ -174,8 +175,11 @@ def test_a_cached_prefix_ends_before_a_block_or_behind_it(asked: Asked, kernels:
     engine.close()
 
 
-def uncut(self: PromptBlocks, blocks: int, size: int) -> int:
-    return blocks
+USABLE = PrefixCache.usable
+
+
+def uncut(self: PrefixCache, blocks: Any, cut_at: Any = None, **how: Any) -> Any:
+    return USABLE(self, blocks, **how)
 
 
 def test_a_hit_within_a_block_is_cut_back(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +198,7 @@ def test_a_hit_within_a_block_is_cut_back(asked: Asked, monkeypatch: pytest.Monk
     assert found == asked.wanted["other"] and blocks.around(cached) is None
     engine.reset_prefix_cache()
     run(engine, about_two(asked, "one"))
-    monkeypatch.setattr(PromptBlocks, "cached", uncut)
+    monkeypatch.setattr(PrefixCache, "usable", uncut)
     engine.add_request(replace_id(other, "planted"))
     errors = [output.error for _ in range(100) if engine.has_work() for output in engine.step()]
     engine.close()

@@ -120,13 +120,38 @@ def test_block_that_is_known_is_not_made_known_twice(memory):
     """Two requests compute the same block at once: the second one's page stays its own."""
     first = memory.pool.allocate(1, PageKind.KV)
     second = memory.pool.allocate(1, PageKind.KV)
-    assert memory.prefix.insert(1, None, [1, 2, 3, 4], first[:1]) is not None
-    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[:1]) is None
+    block = memory.prefix.insert(1, None, [1, 2, 3, 4], first[:1])
+    assert block is not None
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[:1]) is block and block.pages == first
     memory.prefix.release(second)
     assert memory.pool.kind(second[0]) is PageKind.FREE
     memory.prefix.release(first)
     assert memory.pool.kind(first[0]) is PageKind.CACHED
     assert len(memory.prefix) == 1
+
+
+def test_a_block_before_one_in_use_is_evicted_if_nobody_uses_it(memory):
+    """A request goes on from a block that it has a page of its own for; the block after it is forgotten first."""
+    first, second = (memory.pool.allocate(2, PageKind.KV) for _ in range(2))
+    known = memory.prefix.insert(1, None, [1, 2, 3, 4], first[:1])
+    memory.prefix.release(first)
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[:1]) is known
+    after = memory.prefix.insert(1, known, [5, 6, 7, 8], second[1:])
+    assert [block.pages for block in memory.prefix.match(1, [*range(1, 9), 9])] == [first[:1], second[1:]]
+    assert len(memory.order) == 1 and memory.evict_first_page() == first[0]
+    assert not after.is_known and memory.pool.kind(second[1]) is PageKind.KV
+    memory.prefix.release(second)
+    assert len(memory.order) == len(memory.prefix) == 0
+
+
+def test_a_block_before_unused_ones_is_evicted_after_them(memory):
+    """The request that went on from it has ended."""
+    first, second = (memory.pool.allocate(2, PageKind.KV) for _ in range(2))
+    known = memory.prefix.insert(1, None, [1, 2, 3, 4], first[:1])
+    memory.prefix.release(first)
+    memory.prefix.insert(1, known, [5, 6, 7, 8], second[1:])
+    memory.prefix.release(second)
+    assert [memory.evict_first_page() for _ in range(2)] == [second[1], first[0]]
 
 
 def test_leaves_are_evicted_before_what_they_follow(memory):

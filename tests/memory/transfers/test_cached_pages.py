@@ -17,7 +17,7 @@ def test_blocks_that_lose_their_pages_are_found_with_their_bytes():
     assert memory.pool.num_free == memory.pool.num_usable
     blocks = memory.match(tokens)
     assert [block.images[0] for block in blocks] == [[(1, tuple(tokens[:end]), 0)] for end in (4, 8, 12)]
-    assert memory.prefix.resident(blocks) == []
+    assert memory.prefix.usable(blocks, with_images=False) == []
     assert [at for at, _, _ in memory.prefix.absent(blocks)] == [0, 1, 2]
     assert memory.tier.num_bytes == memory.budget.num_bytes == 30
     memory.tier.check_integrity()
@@ -29,7 +29,7 @@ def test_the_first_blocks_stay_in_the_pool_while_the_last_are_in_host_memory():
     memory.evict(2)
     blocks = memory.match(tokens)
     assert [block.is_resident for block in blocks] == [True, False, False]
-    assert memory.prefix.resident(blocks) == blocks[:1]
+    assert memory.prefix.usable(blocks, with_images=False) == blocks[:1]
 
 
 @pytest.mark.parametrize("other", [{"version": 2}, {"scope": ("b", "")}])
@@ -144,7 +144,7 @@ def test_a_request_begins_at_a_checkpoint_in_host_memory():
     state = blocks[-1].checkpoint
     assert state is not None
     assert state.images == [[("state", tuple(tokens), 0)]]
-    assert memory.prefix.resident(blocks) == []
+    assert memory.prefix.usable(blocks, with_images=False) == []
     memory.tier.forget_state(state)
     memory.prefix.dropped(blocks[-1].checkpoint)
     assert memory.match(tokens) == [], "a block without a checkpoint is no beginning"
