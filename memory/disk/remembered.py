@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ..host.fault_log import FaultLog
+
 logger = logging.getLogger(__name__)
 
 MOST = 1 << 16
@@ -39,6 +41,7 @@ class RememberedHashes:
         self._path, self._seal, self._most = path, seal, most
         self._lock = threading.Lock()
         self._known: dict[str, str] | None = None
+        self._faults = FaultLog(logger)
 
     def recall(self, mark: str) -> str | None:
         """The hash of what has a mark; None if it is not known."""
@@ -53,10 +56,7 @@ class RememberedHashes:
             if known.get(name) == content:
                 return
             known[name] = content
-            try:
-                self._append([self._line(name, content)], os.O_APPEND, self._path)
-            except OSError as error:
-                logger.warning("%s could not be written: %s", self._path, error.strerror or error)
+            self._write([self._line(name, content)], os.O_APPEND, self._path)
 
     def _read(self) -> dict[str, str]:
         """All hashes; the file is read once. The caller holds the lock."""
@@ -83,16 +83,22 @@ class RememberedHashes:
 
     def _rewrite(self, found: dict[str, str]) -> None:
         new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            self._append([self._line(*each) for each in found.items()], os.O_TRUNC, new)
-            new.replace(self._path)
-        except OSError as error:
-            logger.warning("%s could not be written: %s", self._path, error.strerror or error)
+        if self._write([self._line(*each) for each in found.items()], os.O_TRUNC, new):
+            with suppress(OSError):  # the longer file stays
+                new.replace(self._path)
 
-    def _append(self, lines: list[str], flag: int, path: Path) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flag, 0o600)
-        with os.fdopen(fd, "ab") as file:  # a line that another process tore must not spoil this one
-            file.write("".join(f"\n{line}\n" for line in lines).encode("ascii"))
+    def _write(self, lines: list[str], flag: int, path: Path) -> bool:
+        kind = f"writing {self._path}"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flag, 0o600)
+            with os.fdopen(fd, "ab") as file:  # a line that another process tore must not spoil this one
+                file.write("".join(f"\n{line}\n" for line in lines).encode("ascii"))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._faults.failed(kind, reason, f"{path} could not be written: {reason}")
+            return False
+        self._faults.worked(kind)
+        return True
 
 
 def _digest(mark: str) -> str:

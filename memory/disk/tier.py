@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +41,9 @@ READERS = 2
 
 TURN_BLOCKS = 16
 """Blocks of a run that a thread reads before other runs have their turn."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the folder's size, which other servers change, too."""
 
 _LOOKS = 8
 """Runs that wait for the content hash of their adapter, and let others begin before them."""
@@ -147,6 +151,8 @@ class DiskTier:
         self._late: list[Future[None]] = []
         """Calls that still run though their run of blocks is over."""
         self._reserved_bytes = 0
+        self._looked = self.clock()
+        self._looking: Future[None] | None = None
         self.is_closed = False
         self.num_hit_tokens = 0
         self.read_seconds = 0.0
@@ -492,10 +498,10 @@ class DiskTier:
         return [future for job in self._jobs.values() for future in job.futures]
 
     @property
-    def reads(self) -> list[Future[None]]:
-        """The reads in flight that are worth waiting for."""
+    def reads(self) -> list[Future[Any]]:
+        """The calls in flight that a request may wait for; it was held back, so the clock is not asked again."""
         contents = [job.content for job in self._waiting if job.content is not None and job.needs_content]
-        return contents + [future for job in self._jobs.values() if self.is_coming(job) for future in job.futures]
+        return contents + self._futures()
 
     def advance(self) -> None:
         """Take in what was read; called between steps."""
@@ -563,6 +569,15 @@ class DiskTier:
 
     # -- what is in files
 
+    def look(self) -> None:
+        """Have the folder's size looked up, soon and now and then."""
+        if self.is_closed or self.clock() < self._looked + LOOK_SECONDS:
+            return
+        if self._looking is None or self._looking.done():
+            self._looked = self.clock()
+            with suppress(Exception):  # too many reads wait
+                self._looking = self._readers.submit(self.folder.look)
+
     def tell(self, events: FileEvents) -> Future[None] | None:
         """Tell of the blocks that are in files, soon, and of all changes; those of other servers are noticed late.
 
@@ -618,7 +633,8 @@ class DiskTier:
         self.writer.pool.shutdown()
         self.contents.close()
         self._readers.shutdown()
-        if not self.writer.is_writing and all(future.done() for future in (*self._late, *self._futures())):
+        under_way = [*self._late, *self._futures(), *([self._looking] if self._looking else [])]
+        if not self.writer.is_writing and all(future.done() for future in under_way):
             self.folder.close()  # else a thread that hangs still has it
 
     def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:
@@ -635,7 +651,7 @@ class DiskTier:
             try:
                 sealed = _all_of(block, copy_out)
             except Exception as error:
-                logger.warning("a cached block is not written, as it could not be copied: %s", error)
+                logger.debug("a cached block is not written, as it could not be copied: %s", error)  # `host` warns
                 continue
             if sealed is not None:
                 self._write(block, sealed, is_kept=True)

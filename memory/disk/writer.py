@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.daemon_pool import DaemonPool
+from ..host.fault_log import FaultLog
 from .folder import BlockFile, BlockFolder, SealedBlock
 from .keys import is_of
 
@@ -29,6 +30,8 @@ KEPT_BYTES = 256 << 20
 
 TURN_BLOCKS = 64
 """Blocks that are written before removals have their turn."""
+
+_THREAD, _BLOCKS = "the thread that writes cached KV", "writing cached blocks"
 
 _LOOK_SECONDS = 0.005
 """Seconds between two looks at what is being written, at a clean stop."""
@@ -109,6 +112,7 @@ class BlockWriter:
         self.is_writing = False
         """Set and unset under the lock, so that no block waits while nothing is written."""
         self._removed: set[str] = set()
+        self._faults = FaultLog(logger)
 
     @property
     def spare_bytes(self) -> int:
@@ -140,8 +144,9 @@ class BlockWriter:
         if starts:
             try:
                 self._writing = self.pool.submit(self.write_all)
+                self._faults.worked(_THREAD)
             except Exception as error:
-                logger.warning("cached KV is not written: %s", error)
+                self._faults.failed(_THREAD, str(error), f"cached KV is not written: {error}")
                 self.forget_all()
                 with self._lock:
                     self.is_writing = False
@@ -188,8 +193,10 @@ class BlockWriter:
             (entry, sealed), is_written = found, False
             try:
                 is_written = self._write(entry, sealed)
-            except Exception:
-                logger.exception("a cached block was not written")
+                self._faults.worked(_BLOCKS)
+            except Exception as error:
+                about = f"a cached block was not written: {type(error).__name__}: {error}"
+                self._faults.failed(_BLOCKS, type(error).__name__, about)
             finally:
                 with self._lock:
                     if not is_written and not entry.is_lost:

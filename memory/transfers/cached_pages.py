@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.budget import HostBudget
+from ..host.fault_log import FaultLog
 from ..pages.block import Block, Cached, KeptState, Medium, WindowPages
 from ..pages.pool import IntegrityError
 from .transfer import ExecutorLost
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 COPY_SECONDS = 1.0
 """The most seconds that a clean stop waits for a device's copy of a page: far more than that takes."""
+
+
+_COPIES = "copies of cached pages to host memory"
 
 
 class Below(Protocol):
@@ -78,6 +82,7 @@ class CachedPages:
         """Where blocks are written; None: nowhere."""
         self.num_bytes = 0
         self.num_saved_pages = self.num_fetched_pages = 0
+        self._faults = FaultLog(logger)
         self._held: set[Block] = set()
         self._wanted: set[Block] = set()
         budget.join(self, self._num_bytes_behind)
@@ -306,9 +311,11 @@ class CachedPages:
                 self._backend.wait(COPY_SECONDS)
         except ExecutorLost:
             raise
-        except Exception:
-            logger.exception("a cached page could not be copied to host memory")
+        except Exception as error:
+            about = f"a cached page could not be copied to host memory: {type(error).__name__}: {error}"
+            self._faults.failed(_COPIES, type(error).__name__, about)
             return None
+        self._faults.worked(_COPIES)
         return (image,)
 
     def _put(self, block: Block, group: int, image: Any) -> None:

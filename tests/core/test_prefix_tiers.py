@@ -604,3 +604,25 @@ def test_one_order_covers_what_all_three_keep(gqa, drive):
     assert budget.num_bytes == total > 0
     budget.make_room(budget.capacity_bytes)
     assert driver.engine.host.num_bytes == 0
+
+
+def test_a_server_that_is_idle_tells_the_size_that_others_have_left(disk_server):
+    """It had told what it saw when it last wrote; of several servers the largest size counts."""
+    first, second = disk_server(), disk_server()
+
+    def told(size):
+        for _ in range(500):
+            if second.engine.stats().disk_bytes == size:
+                return True
+            second.engine.disk._looked -= 1.0  # noqa: SLF001
+            time.sleep(0.01)
+        return False
+
+    ask(first, 0, None, PROMPT)
+    first.engine.reclaimer.reclaim_all()
+    settle(first.engine)
+    assert first.engine.stats().disk_bytes > 0
+    assert told(first.engine.stats().disk_bytes)
+    first.engine.reset_prefix_cache()
+    settle(first.engine)
+    assert told(0)
