@@ -275,6 +275,8 @@ class BlockWriter:
         """Remove blocks of an adapter and of its compositions, also those that wait, soon."""
         with self._lock:
             self._removed.add(content_hash)
+            for entry in [each for each in self._entries.values() if is_of(each.file.owner, content_hash)]:
+                self._lose(entry)
         return self.pool.submit(self._remove_owner, content_hash)
 
     def _remove_owner(self, content_hash: str) -> int:
