@@ -41,9 +41,7 @@ _SETTINGS = (
 """Settings that change KV, its layout, or who may share it."""
 
 
-def identity_of(
-    config: EngineConfig, layout: PageLayout, device: str, remembered: RememberedHashes
-) -> dict[str, str]:
+def identity_of(config: EngineConfig, layout: PageLayout, device: str, remembered: RememberedHashes) -> dict[str, str]:
     """Return all that KV depends on besides adapters and tokens, by name.
 
     device: the kind of executor. remembered: has the hash of the checkpoint's files, which is used again while no file

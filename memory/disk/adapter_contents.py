@@ -110,5 +110,14 @@ class AdapterContents:
             return None
         state = str(one.path), one.file_size, one.mtime_ns, tuple(one.identity)
         tokens = None if one.tokens is None else one.tokens.digest
-        read = one.parts, one.vectors, one.invocation_tokens, one.tower, one.head is not None, one.stem, tokens, one.form
+        read = (
+            one.parts,
+            one.vectors,
+            one.invocation_tokens,
+            one.tower,
+            one.head is not None,
+            one.stem,
+            tokens,
+            one.form,
+        )
         return repr((self._identity, state, read))

@@ -230,23 +230,26 @@ class DiskTier:
             self._write(block, sealed)
 
     def save_path(self, block: Block) -> None:
-        """Have some of the blocks before one that leaves the pool written, from the root on: nothing is found in files
-        without them. They are still in the pool, for they leave after it, so their pages are copied.
+        """Have the blocks before one that leaves the pool written soon, from the root on: nothing is found in files
+        without them, and they leave next.
         """
         if self.host.ahead is not None or block.parent is None:
             return  # a device's pages are not copied while a step waits
-        path = self._paths.pop(block, None)
-        if path is None:
-            path = _unwritten_before(block)
-        for _ in range(2):  # it is as long as what has left once half of the prompt has
-            while path and (path[-1].written or not (path[-1].is_known and path[-1].is_resident)):
-                path.pop()
-            if path and self._copy(path[-1]):
-                path.pop()
+        path = self._paths.pop(block, None) or _unwritten_before(block)
         if path:
             self._paths[block.parent] = path
             if len(self._paths) > _PATHS:
                 del self._paths[next(iter(self._paths))]
+
+    def write_paths(self) -> None:
+        """Copy blocks of the pool that are to be written, as far as there is room for them; called between steps."""
+        for at, path in list(self._paths.items()):
+            while path and (not _is_in_pool(path[-1]) or self._copy(path[-1])):
+                path.pop()
+            if not path:
+                del self._paths[at]
+            elif self.writer.is_half_full:
+                return
 
     def _copy(self, block: Block) -> bool:
         """Have a block of the pool written; False if it is to be tried again."""
@@ -490,9 +493,9 @@ class DiskTier:
         return found is not None and not found.has_begun
 
     @property
-    def is_reading(self) -> bool:
-        """True while reads are in flight, or wait."""
-        return bool(self._jobs or self._waiting or self._done or self.contents.is_busy)
+    def is_busy(self) -> bool:
+        """True while `advance` has something to do."""
+        return bool(self._jobs or self._waiting or self._done or self._paths or self.contents.is_busy)
 
     def _futures(self) -> list[Future[None]]:
         return [future for job in self._jobs.values() for future in job.futures]
@@ -522,6 +525,7 @@ class DiskTier:
                 self.costs.observe("disk_prefix_page", job.seconds / job.num_pages)
             self._is_full = False
         self._end_done()
+        self.write_paths()
         for job in [*itertools.islice(self._waiting, _LOOKS)]:
             if self._is_full:
                 break
@@ -661,12 +665,16 @@ def _nothing() -> None:
     """For subscribers that there are not."""
 
 
+def _is_in_pool(block: Block) -> bool:
+    """True for a block that is still to be copied from the pool."""
+    return not block.written and block.is_known and block.is_resident
+
+
 def _unwritten_before(block: Block) -> list[Block]:
-    """The blocks before one that are not written yet, the first one last."""
+    """The blocks before one that are not written yet, the first one last. They end where one is written."""
     found, at = list[Block](), block.parent
-    while at is not None and at.parent is not None:
-        if not at.written:
-            found.append(at)
+    while at is not None and at.parent is not None and not at.written:
+        found.append(at)
         at = at.parent
     return found
 

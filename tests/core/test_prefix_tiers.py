@@ -429,7 +429,7 @@ def test_a_read_costs_what_its_thread_took_however_late_a_step_notices(disk_serv
         return read(file, make)
 
     def late_advance():
-        if disk.is_reading and all(each.done() for each in disk.reads):
+        if disk.is_busy and all(each.done() for each in disk.reads):
             now[0] += 1000.0
         advance()
 
