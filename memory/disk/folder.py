@@ -35,7 +35,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +74,19 @@ class BlockFile(NamedTuple):
 
 
 @dataclass(slots=True)
+class OwnedFiles:
+    """The files of an owner."""
+
+    owner: str
+    num_blocks: int = 0
+    num_bytes: int = 0
+    tenants: set[str] = field(default_factory=set)
+    """Names of their folders."""
+    used_at: float = 0.0
+    """When any was used last, in seconds since 1970."""
+
+
+@dataclass(slots=True)
 class SealedBlock:
     """A block's pages in a file: those of its page groups, then those of the state after it."""
 
@@ -90,6 +103,7 @@ class BlockFolder:
     def __init__(self, root: Path, capacity_bytes: int | None, page_bytes: int, files: Files | None = None) -> None:
         """capacity_bytes: None for no limit. page_bytes: of an image of a page. Raises FolderRefused."""
         self.root = str(root)
+        self._limit = capacity_bytes
         self.capacity_bytes = capacity_bytes = 1 << 62 if capacity_bytes is None else capacity_bytes
         self._page_bytes = page_bytes
         self.files = files or Files()
@@ -274,6 +288,31 @@ class BlockFolder:
         """Remove all blocks; return how many."""
         return self._remove_all([entry.path for entry in self.files.entries(f"{self.root}/blocks")])
 
+    def owners(self) -> list[OwnedFiles]:
+        """What each owner has in the folder, of all identities, most bytes first. Raises OSError."""
+        found: dict[str, OwnedFiles] = {}
+        with self.locked():
+            for entry in self._walk(f"{self.root}/blocks"):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                owner, tenant, _ = entry.path.rsplit("/", 3)[1:]
+                each = found.setdefault(owner, OwnedFiles(owner))
+                each.num_blocks += 1
+                each.num_bytes += _allocated(status)
+                each.tenants.add(tenant)
+                each.used_at = max(each.used_at, status.st_mtime)
+        return sorted(found.values(), key=lambda each: (-each.num_bytes, each.owner))
+
+    @property
+    def told_limit(self) -> int | None:
+        """The limit of the server that began last with one; None if none did."""
+        try:
+            return int(os.pread(self._lock, _COUNT_BYTES, _COUNT_BYTES)) or None
+        except (OSError, ValueError):
+            return None
+
     def tell_names(self, tell: Callable[[list[str]], None]) -> None:
         """Call with the names of all files of blocks, before any of them can be removed. Raises OSError."""
         with self.locked():
@@ -380,7 +419,8 @@ class BlockFolder:
 
     def _note(self, total: int) -> None:
         self.known_bytes = total
-        os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}".encode(), 0)
+        limit = "" if self._limit is None else f"{self._limit:0{_COUNT_BYTES}d}"
+        os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}{limit}".encode(), 0)
 
     def _recount(self) -> None:
         found = [(entry.path, _allocated(entry.stat(follow_symlinks=False))) for entry in self._all()]
