@@ -13,8 +13,8 @@ flipped, or made by anyone without the key is no answer. Processors have instruc
 rises before a file is made and falls after one is gone, so a process that is killed between the two leaves a count that
 is too high, which the next recount corrects. What is counted of a file is what the disk allocates for it.
 
-Parts of the folder that somebody removes while servers run are made again. Folders of owners and tenants last as long as
-they have files.
+Parts of the folder that somebody removes while servers run are made again. Folders of owners and tenants last as long
+as they have files.
 
 Tests: tests/memory/disk/test_folder.py
 """

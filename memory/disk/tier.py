@@ -513,17 +513,8 @@ class DiskTier:
             is_read = all(future.done() for future in job.futures)  # asked first: what was found is there then
             while not job.is_over and job.num_taken in job.found:
                 self._take_in(job, job.found.pop(job.num_taken))
-            if not (is_read or job.is_over):
-                continue
-            del self._jobs[key]
-            job.has_ended = True
-            self._done.append(job)
-            self._late = [future for future in (*self._late, *job.futures) if not future.done()]
-            self._reserved_bytes -= job.num_reserved
-            self.read_seconds += job.seconds
-            if job.num_pages:
-                self.costs.observe("disk_prefix_page", job.seconds / job.num_pages)
-            self._is_full = False
+            if is_read or job.is_over:
+                self._end_read(key, job)
         self._end_done()
         self.write_paths()
         for job in [*itertools.islice(self._waiting, _LOOKS)]:
@@ -531,6 +522,18 @@ class DiskTier:
                 break
             if self._begin(job):
                 self._waiting.remove(job)
+
+    def _end_read(self, key: str, job: ReadAhead) -> None:
+        """Take in no more of a run."""
+        del self._jobs[key]
+        job.has_ended = True
+        self._done.append(job)
+        self._late = [future for future in (*self._late, *job.futures) if not future.done()]
+        self._reserved_bytes -= job.num_reserved
+        self.read_seconds += job.seconds
+        if job.num_pages:
+            self.costs.observe("disk_prefix_page", job.seconds / job.num_pages)
+        self._is_full = False
 
     def _end_done(self) -> None:
         """Let images of blocks be dropped that no request waits for any more."""

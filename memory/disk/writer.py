@@ -154,7 +154,7 @@ class BlockWriter:
         return True
 
     def leaves(self, block: Block) -> None:
-        """Note that host memory is about to drop images of a block; if it waits, they are kept here if there is room."""
+        """Keep the images of a block that waits, if there is room: host memory is about to drop them."""
         with self._lock:
             entry = self._entries.get(block)
             if entry is None or entry.is_kept:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_owners(owners: Sequence[OwnedFiles]) -> None:
-    """Print a row for each adapter, by content hash as in `chorus adapters`, for compositions, and for the base model."""
+    """Print a row for each adapter, by its content hash, for each composition, and for the base model."""
     if not owners:
         return
     rows = [("CONTENT", "BLOCKS", "SIZE", "TENANTS", "LAST USED")]

@@ -291,8 +291,8 @@ BOTH = Composition.of([("r2-qv", 0.5), ("r1-all", 1.0)]).model
 
 @pytest.mark.parametrize("knew", [True, False])
 def test_an_adapter_s_first_request_after_a_restart_finds_its_files(disk_server, monkeypatch, knew):
-    """Its content hash was unknown until its weights had been looked at: 12 of 12 prompts were computed again. knew: the
-    first server had looked at them before its requests.
+    """Its content hash was unknown until its weights had been read: 12 of 12 prompts were computed again. knew: the
+    first server had read them before its requests.
     """
     names = ["r2-qv", BOTH, None, "r1-all"]
     wanted = leave_files(disk_server, names, knows=knew)
