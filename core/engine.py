@@ -398,12 +398,14 @@ class Engine:
             self.costs.observe("prefix_page", seconds / plan.num_tokens / self.pages_per_token)
 
     def check_when_idle(self) -> None:
-        """Run `check_integrity` when idle, at most once a second.
+        """Run `check_integrity` when idle, at most once a second, and have prefixes written that are about to leave.
 
         A driver calls it after it has delivered the outputs: a failed check then loses no output.
         """
         if not self.scheduler.has_work() and (now := self.clock()) >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS
+            if self.disk is not None:
+                self.disk.write_paths()
             self.check_integrity()
 
     def check_integrity(self) -> None:

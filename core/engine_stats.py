@@ -233,6 +233,7 @@ def stats_of(engine: Any) -> EngineStats:
             stats.num_ahead_pages, stats.num_void_ahead_pages = ahead.num_begun_pages, ahead.num_void_pages
     if (disk := engine.disk) is not None:
         folder = disk.folder
+        disk.look()
         stats.num_disk_hit_tokens, stats.disk_read_seconds = disk.num_hit_tokens, disk.read_seconds
         stats.disk_bytes, stats.disk_bytes_read = folder.known_bytes, folder.num_read_bytes
         stats.disk_bytes_written = folder.num_written_bytes

@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING
 from ..ops.library.native_library import level
 
 if TYPE_CHECKING:
+    from ..memory.disk.remembered import RememberedHashes
     from ..memory.pages.layout import PageLayout
     from .config import EngineConfig
 
@@ -42,13 +41,11 @@ _SETTINGS = (
 """Settings that change KV, its layout, or who may share it."""
 
 
-def identity_of(
-    config: EngineConfig, layout: PageLayout, device: str, remembered: Path, seal: Callable[[bytes], bytes]
-) -> dict[str, str]:
+def identity_of(config: EngineConfig, layout: PageLayout, device: str, remembered: RememberedHashes) -> dict[str, str]:
     """Return all that KV depends on besides adapters and tokens, by name.
 
-    device: the kind of executor. remembered: a file that keeps the hash of the checkpoint's files, which is used again
-    while no file has changed. seal: its keyed hash, so that nobody else's file is believed.
+    device: the kind of executor. remembered: has the hash of the checkpoint's files, which is used again while no file
+    has changed.
     """
     settings = {name: str(getattr(config, name)) for name in _SETTINGS}
     return {
@@ -57,18 +54,18 @@ def identity_of(
         "device": device,
         "kernels": str(level()),
         "attention": config.attention if device != "CpuExecutor" else "",
-        "weights": _weights_hash(config.model, remembered, seal),
+        "weights": _weights_hash(config.model, remembered),
     }
 
 
-def _weights_hash(model: Path, remembered: Path, seal: Callable[[bytes], bytes]) -> str:
-    """The hash of a checkpoint's files, from the file that remembers it if they are unchanged."""
+def _weights_hash(model: Path, remembered: RememberedHashes) -> str:
+    """The hash of a checkpoint's files, which is remembered while they are unchanged."""
     if model.is_file():
         files = [model]
     else:
         files = sorted({path for pattern in _WEIGHTS for path in model.glob(pattern) if path.is_file()})
     marks = json.dumps([_mark(path) for path in files])
-    found = _recall(remembered, seal, marks)
+    found = remembered.recall(marks)
     if found is None:
         began = time.monotonic()
         digest = hashlib.sha256()
@@ -79,7 +76,7 @@ def _weights_hash(model: Path, remembered: Path, seal: Callable[[bytes], bytes])
                     digest.update(chunk)
         found = digest.hexdigest()
         logger.info("hashed the checkpoint in %.1f s, for kv_cache_dir", time.monotonic() - began)
-        _remember(remembered, seal, marks, found)
+        remembered.remember(marks, found)
     return found
 
 
@@ -88,23 +85,3 @@ def _mark(path: Path) -> list[str | int]:
     status = path.stat()
     name = str(path.resolve())
     return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
-
-
-def _recall(remembered: Path, seal: Callable[[bytes], bytes], marks: str) -> str | None:
-    try:
-        record = json.loads(remembered.read_bytes())
-        is_sound = record["seal"] == seal(f"{record['marks']}{record['hash']}".encode()).hex()
-        return record["hash"] if is_sound and record["marks"] == marks else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _remember(remembered: Path, seal: Callable[[bytes], bytes], marks: str, found: str) -> None:
-    record = {"marks": marks, "hash": found, "seal": seal(f"{marks}{found}".encode()).hex()}
-    new = remembered.with_name(f"{remembered.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            json.dump(record, file)
-        new.replace(remembered)
-    except OSError as error:
-        logger.warning("%s could not be written: %s", remembered, error)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..memory.disk.adapter_contents import AdapterContents
 from ..memory.disk.folder import BlockFolder
 from ..memory.disk.keys import BlockKeys
+from ..memory.disk.remembered import RememberedHashes
 from ..memory.disk.tier import DiskTier
 from ..memory.transfers.cached_pages import CachedPages
 from ..memory.transfers.pages_ahead import PagesAhead
@@ -108,8 +110,8 @@ def open_disk_tier(engine: Owner) -> DiskTier | None:
         )
     page_bytes = len(swaps.bytes_of(swaps.new_image()))
     folder = BlockFolder(config.kv_cache_dir, config.kv_cache_disk_bytes, page_bytes)
-    device, remembered = type(executor).__name__, config.kv_cache_dir / "model"
-    keys = BlockKeys(identity_of(config, executor.layout, device, remembered, folder.seal_of))
+    remembered = RememberedHashes(config.kv_cache_dir / "hashes", folder.seal_of)
+    keys = BlockKeys(identity_of(config, executor.layout, type(executor).__name__, remembered))
     host.disk = DiskTier(
         folder,
         keys,
@@ -121,6 +123,7 @@ def open_disk_tier(engine: Owner) -> DiskTier | None:
         page_bytes=executor.layout.page_bytes,
         content_of=engine.store.content_of,
         parts_of=engine.store.parts_of,
+        contents=AdapterContents(engine.store, remembered, keys.identity, engine.wake),
         clock=engine.clock,
         wake=engine.wake,
     )

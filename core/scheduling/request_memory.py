@@ -122,6 +122,7 @@ class RequestMemory:
             request.lora_from,
             self.block_tokens,
             lambda: request.state is not RequestState.DONE,
+            lambda: request.state is RequestState.WAITING,
         )
 
     def is_read_ahead(self, request: Request) -> bool:
@@ -131,7 +132,8 @@ class RequestMemory:
             return False
         if self.disk.is_coming(job):
             return True
-        request.reading = None
+        if not self.disk.may_begin(job):
+            request.reading = None
         return False
 
     def fetched_by(self, blocks: list[Block]) -> Request | None:

@@ -433,7 +433,7 @@ class Scheduler:
             self._finish_loads()
         if (host := self._memory.host) is not None and host.ahead is not None:
             host.ahead.advance()
-        if self.disk is not None and self.disk.is_reading:
+        if self.disk is not None and self.disk.is_busy:
             self.disk.advance()
         if self.waiting or self._admission.late or self._admission.leaders:
             self._admission.release_held_back()

@@ -188,6 +188,10 @@ class AdapterStore:
             return None
         return next(iter(self._by_content.get(content_hash, ())), None)
 
+    def find_version(self, version: int) -> Adapter | None:
+        """A registered version, or one that is composed of registered ones, by its number."""
+        return self._by_version.get(version)
+
     def content_of(self, version: int) -> str | None:
         """The content hash of a registered version; None if it is not known, or the version is not registered."""
         adapter = self._by_version.get(version)

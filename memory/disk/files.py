@@ -60,6 +60,10 @@ class Files:
             self.make_folder(os.path.dirname(path))
             self.make_folder(path)
 
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder; an error if it has entries."""
+        os.rmdir(path)
+
     def entries(self, path: str) -> Iterator[os.DirEntry[str]]:
         """Entries of a folder; none if it is gone."""
         try:

@@ -2,7 +2,8 @@
 
 ```
 key                          the key of the seals, 32 random bytes
-lock                         locked while files are counted; has the number of bytes
+lock                         locked while files are counted; has the number of bytes, and the last server's limit
+hashes                       hashes of checkpoints and adapters, see `remembered`
 new/…                        files that are being written
 blocks/<owner>/<tenant>/<key of the block>
 ```
@@ -10,13 +11,17 @@ blocks/<owner>/<tenant>/<key of the block>
 A file begins with its header and ends with an HMAC by SHA-256 of its name, header and pages: a file that is torn,
 flipped, or made by anyone without the key is no answer. Processors have instructions for SHA-256. The count of bytes
 rises before a file is made and falls after one is gone, so a process that is killed between the two leaves a count that
-is too high, which the next recount corrects.
+is too high, which the next recount corrects. What is counted of a file is what the disk allocates for it.
+
+Parts of the folder that somebody removes while servers run are made again. Folders of owners and tenants last as long
+as they have files.
 
 Tests: tests/memory/disk/test_folder.py
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -30,10 +35,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..host.fault_log import FaultLog
 from .files import Files
 from .keys import is_of
 
@@ -44,6 +50,8 @@ KEY_BYTES = SEAL_BYTES = 32
 _HEAD = struct.Struct("<12sQIII")
 """Magic, page groups that have a page (a bit each), pages of a state, accepted drafts, and bytes of a page."""
 _COUNT_BYTES = 20
+_SECTOR = 512
+"""Bytes that `st_blocks` counts in."""
 _SPARE = 16
 """When the folder is full, a 1/16 of it is freed at once, because finding the oldest files lists all of them."""
 
@@ -66,6 +74,19 @@ class BlockFile(NamedTuple):
 
 
 @dataclass(slots=True)
+class OwnedFiles:
+    """The files of an owner."""
+
+    owner: str
+    num_blocks: int = 0
+    num_bytes: int = 0
+    tenants: set[str] = field(default_factory=set)
+    """Names of their folders."""
+    used_at: float = 0.0
+    """When any was used last, in seconds since 1970."""
+
+
+@dataclass(slots=True)
 class SealedBlock:
     """A block's pages in a file: those of its page groups, then those of the state after it."""
 
@@ -82,9 +103,11 @@ class BlockFolder:
     def __init__(self, root: Path, capacity_bytes: int | None, page_bytes: int, files: Files | None = None) -> None:
         """capacity_bytes: None for no limit. page_bytes: of an image of a page. Raises FolderRefused."""
         self.root = str(root)
+        self._limit = capacity_bytes
         self.capacity_bytes = capacity_bytes = 1 << 62 if capacity_bytes is None else capacity_bytes
         self._page_bytes = page_bytes
         self.files = files or Files()
+        self._faults = FaultLog(logger)
         self._mutex = threading.Lock()
         self.known_bytes = 0
         """Bytes in the folder, as this process has seen them last."""
@@ -98,11 +121,14 @@ class BlockFolder:
             _check(self.root, is_folder=True)
             self._lock = os.open(f"{self.root}/lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             _check(f"{self.root}/lock", is_folder=False)
+            self._grain = os.statvfs(self.root).f_frsize
+            self._key = b""
             with self.locked():
                 self._key = self._read_key()
                 for name in ("blocks", "new"):
                     self.files.make_folder(f"{self.root}/{name}")
                 self._sweep()
+                self._remove_empty()
                 self._recount()
                 self._evict_to(capacity_bytes)
         except OSError as error:
@@ -120,7 +146,10 @@ class BlockFolder:
 
     def has(self, file: BlockFile, block: SealedBlock) -> bool:
         """True if there seems to be a file with at least as many pages."""
-        return self._bytes_of(self._path(file)) >= self._size(len(block.pages))
+        try:
+            return os.lstat(self._path(file)).st_size >= self._size(len(block.pages))
+        except OSError:
+            return False
 
     def read(self, file: BlockFile, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
         """Read a block; None if there is no sound file. make: returns a new image of a page, and its bytes."""
@@ -141,11 +170,15 @@ class BlockFolder:
         finally:
             with suppress(OSError):
                 self.files.close(fd)
+        for done in ("opened", "read"):
+            self._faults.worked(self._kind(done))
         if found is None:
             self.num_bad += 1
-            logger.warning("%s is not a block that a server with this key wrote; it is removed", path)
+            about = f"{path} is not a block that a server with this key wrote; it is removed"
+            self._faults.failed(self._kind("checked"), "damaged", about)
             self._remove(path)
             return None
+        self._faults.worked(self._kind("checked"))
         with suppress(OSError):
             self.files.touch(path)
         return found
@@ -185,27 +218,32 @@ class BlockFolder:
         data: the bytes of its pages. then: called once the file is there, before anything can remove it.
         """
         size, new = self._size(len(data)), f"{self.root}/new/{secrets.token_hex(8)}"
+        room = -(-size // self._grain) * self._grain
         mask = sum(1 << group for group in block.groups)
         head = _HEAD.pack(MAGIC, mask, block.num_state_pages, block.accepted, self._page_bytes)
-        seal = hmac.new(self._key, file.key.encode(), "sha256")
         fd = -1
         try:
             with self.locked():
-                if size > self.capacity_bytes or not self._evict_to(self.capacity_bytes - size):
+                if room > self.capacity_bytes or not self._evict_to(self.capacity_bytes - room):
                     return False
-                self._count(size)
+                self._count(room)
                 try:
-                    fd = self.files.create(new, size)
+                    fd = self._create(new, size)
                 except BaseException:
-                    self._count(-size)
+                    self._count(-room)
                     raise
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells other servers that it is being written
+                if (more := _allocated(os.fstat(fd)) - room) > 0:
+                    self._count(more)
+                    if not self._evict_to(self.capacity_bytes):
+                        raise OSError(errno.EFBIG, "the disk allocates more for it than fits in kv_cache_disk_bytes")
+            seal = hmac.new(self._key, file.key.encode(), "sha256")
             for part in (head, *data):
                 seal.update(part)
                 self._put(fd, part)
             self._put(fd, seal.digest())
-            self.files.make_folder(f"{self.root}/{file.folder}")
             with self.locked():
+                self.files.make_folder(f"{self.root}/{file.folder}")
                 replaced = self._bytes_of(self._path(file))
                 self.files.rename(new, self._path(file))
                 self._count(-replaced)
@@ -222,7 +260,16 @@ class BlockFolder:
                 with suppress(OSError):
                     self.files.close(fd)
         self.num_written_bytes += size
+        self._faults.worked(self._kind("written"))
         return True
+
+    def _create(self, path: str, size: int) -> int:
+        """Create a file in a folder that somebody may have removed."""
+        try:
+            return self.files.create(path, size)
+        except FileNotFoundError:
+            self.files.make_folder(os.path.dirname(path))
+            return self.files.create(path, size)
 
     # -- removal
 
@@ -241,6 +288,31 @@ class BlockFolder:
         """Remove all blocks; return how many."""
         return self._remove_all([entry.path for entry in self.files.entries(f"{self.root}/blocks")])
 
+    def owners(self) -> list[OwnedFiles]:
+        """What each owner has in the folder, of all identities, most bytes first. Raises OSError."""
+        found: dict[str, OwnedFiles] = {}
+        with self.locked():
+            for entry in self._walk(f"{self.root}/blocks"):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                owner, tenant, _ = entry.path.rsplit("/", 3)[1:]
+                each = found.setdefault(owner, OwnedFiles(owner))
+                each.num_blocks += 1
+                each.num_bytes += _allocated(status)
+                each.tenants.add(tenant)
+                each.used_at = max(each.used_at, status.st_mtime)
+        return sorted(found.values(), key=lambda each: (-each.num_bytes, each.owner))
+
+    @property
+    def told_limit(self) -> int | None:
+        """The limit of the server that began last with one; None if none did."""
+        try:
+            return int(os.pread(self._lock, _COUNT_BYTES, _COUNT_BYTES)) or None
+        except (OSError, ValueError):
+            return None
+
     def tell_names(self, tell: Callable[[list[str]], None]) -> None:
         """Call with the names of all files of blocks, before any of them can be removed. Raises OSError."""
         with self.locked():
@@ -254,6 +326,10 @@ class BlockFolder:
         except (OSError, ValueError):
             return 0
 
+    def look(self) -> None:
+        """See how many bytes other servers have left in the folder."""
+        self.known_bytes = self.num_bytes
+
     def close(self) -> None:
         """Let go of the folder."""
         os.close(self._lock)
@@ -263,7 +339,7 @@ class BlockFolder:
         with self.locked():
             for folder in folders:
                 for entry in self._walk(folder):
-                    count += self._unlink(entry.path, entry.stat(follow_symlinks=False).st_size)
+                    count += self._unlink(entry.path, _allocated(entry.stat(follow_symlinks=False)))
                 shutil.rmtree(folder, ignore_errors=True)
         return count
 
@@ -274,6 +350,8 @@ class BlockFolder:
                 self._unlink(path, self._bytes_of(path))
         except OSError as error:
             self._fail("removed", path, error)
+        else:
+            self._faults.worked(self._kind("removed"))
 
     def _unlink(self, path: str, size: int) -> bool:
         """Remove a file; the caller holds the lock."""
@@ -287,29 +365,67 @@ class BlockFolder:
             if not self.num_files[kind]:
                 del self.num_files[kind]
         self.gone(os.path.basename(path))
+        if path.startswith(f"{self.root}/blocks/"):
+            with suppress(OSError):  # they have other files
+                self.files.remove_folder(tenant := os.path.dirname(path))
+                self.files.remove_folder(os.path.dirname(tenant))
         return True
 
     # -- the bound
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone among all threads and servers: the system lets go of the lock when a process ends."""
+        """Alone among all threads and servers: the system lets go of the lock when a process ends. Raises OSError."""
         with self._mutex:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             try:
+                if not self._is_there():
+                    self._restore()
                 yield
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
 
+    def _is_there(self) -> bool:
+        """True unless somebody has removed the folder, or its lock, which other servers would not have."""
+        own = os.fstat(self._lock)
+        try:
+            found = os.lstat(f"{self.root}/lock")
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+    def _restore(self) -> None:
+        """Make the folder again, or use the one that another server has made, and lock it. Raises OSError."""
+        logger.warning("%s was removed, or its lock; it is made again", self.root)
+        try:
+            while not self._is_there():
+                os.makedirs(self.root, mode=0o700, exist_ok=True)
+                _check(self.root, is_folder=True)
+                lock = os.open(f"{self.root}/lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    os.dup2(lock, self._lock, inheritable=False)
+                finally:
+                    os.close(lock)
+            self._key = self._read_key()
+        except FolderRefused as error:
+            raise OSError(errno.EACCES, str(error)) from None
+        for name in ("blocks", "new"):
+            self.files.make_folder(f"{self.root}/{name}")
+        self._recount()
+
     def _count(self, num_bytes: int) -> None:
-        self.known_bytes = total = max(0, self.num_bytes + num_bytes)
-        os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}".encode(), 0)
+        self._note(max(0, self.num_bytes + num_bytes))
+
+    def _note(self, total: int) -> None:
+        self.known_bytes = total
+        limit = "" if self._limit is None else f"{self._limit:0{_COUNT_BYTES}d}"
+        os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}{limit}".encode(), 0)
 
     def _recount(self) -> None:
-        found = [(entry.path, entry.stat(follow_symlinks=False).st_size) for entry in self._all()]
+        found = [(entry.path, _allocated(entry.stat(follow_symlinks=False))) for entry in self._all()]
         self.num_files = Counter(_kind_of(path) for path, _ in found if path.startswith(f"{self.root}/blocks/"))
-        self.known_bytes = total = sum(size for _, size in found)
-        os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}".encode(), 0)
+        self._note(sum(size for _, size in found))
 
     def _all(self) -> Iterator[os.DirEntry[str]]:
         yield from self._walk(f"{self.root}/blocks")
@@ -336,8 +452,16 @@ class BlockFolder:
             for status, path in sorted(found, key=lambda each: (each[0].st_mtime_ns, each[1])):
                 if self.num_bytes <= wanted:
                     break
-                self.num_evicted += self._unlink(path, status.st_size)
+                self.num_evicted += self._unlink(path, _allocated(status))
         return self.num_bytes <= num_bytes
+
+    def _remove_empty(self) -> None:
+        """Remove folders without files."""
+        for owner in list(self.files.entries(f"{self.root}/blocks")):
+            if owner.is_dir(follow_symlinks=False):
+                for tenant in [*self.files.entries(owner.path), owner]:
+                    with suppress(OSError):
+                        self.files.remove_folder(tenant.path)
 
     def _sweep(self) -> None:
         """Remove files that a process began and did not finish; the caller holds the lock."""
@@ -363,7 +487,7 @@ class BlockFolder:
             logger.warning(
                 "%s has not %d bytes: a new key is made, and all blocks in the folder are lost", path, KEY_BYTES
             )
-        key, new = secrets.token_bytes(KEY_BYTES), f"{path}.{secrets.token_hex(8)}"
+        key, new = self._key or secrets.token_bytes(KEY_BYTES), f"{path}.{secrets.token_hex(8)}"
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, key)
@@ -384,7 +508,7 @@ class BlockFolder:
 
     def _bytes_of(self, path: str) -> int:
         try:
-            return os.lstat(path).st_size
+            return _allocated(os.lstat(path))
         except OSError:
             return 0
 
@@ -404,7 +528,16 @@ class BlockFolder:
 
     def _fail(self, done: str, path: str, error: OSError) -> None:
         self.num_failed += 1
-        logger.warning("%s could not be %s: %s", path, done, error.strerror or error)
+        reason = str(error.strerror or error)
+        self._faults.failed(self._kind(done), reason, f"{path} could not be {done}: {reason}")
+
+    def _kind(self, done: str) -> str:
+        return f"files of {self.root} that are {done}"
+
+
+def _allocated(status: os.stat_result) -> int:
+    """What a file takes of its disk; some allocate it only when they write it."""
+    return max(status.st_size, status.st_blocks * _SECTOR)
 
 
 def _kind_of(path: str) -> tuple[str, str]:

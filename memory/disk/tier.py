@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +23,7 @@ from ..host.daemon_pool import DaemonPool
 from ..pages.block import BASE_VERSION, Block, Key, Root
 from .folder import BlockFile, BlockFolder, SealedBlock
 from .keys import BASE, BlockKeys, owner_name
+from .read_ahead import Prompt, ReadAhead, Reader
 from .writer import BlockWriter, Pool
 
 if TYPE_CHECKING:
@@ -38,6 +41,15 @@ READERS = 2
 
 TURN_BLOCKS = 16
 """Blocks of a run that a thread reads before other runs have their turn."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the folder's size, which other servers change, too."""
+
+_LOOKS = 8
+"""Runs that wait for the content hash of their adapter, and let others begin before them."""
+
+_PATHS = 8
+"""Prompts whose beginnings are written at the same time."""
 
 
 class FileEvents(Protocol):
@@ -60,6 +72,30 @@ class FileEvents(Protocol):
         ...
 
 
+class Contents(Protocol):
+    """Finds out content hashes."""
+
+    pool: Pool
+    """Runs what finds them."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True until `advance` has noted what is being found."""
+        ...
+
+    def learn(self, version: int) -> Future[Any] | None:
+        """Begin to find out the content hash of a registered version; returns what does, until it is known."""
+        ...
+
+    def advance(self) -> None:
+        """Note what was found."""
+        ...
+
+    def close(self) -> None:
+        """Find out no more."""
+        ...
+
+
 class PageBytes(Protocol):
     """The bytes of images of pages."""
 
@@ -70,44 +106,6 @@ class PageBytes(Protocol):
     def bytes_of(self, image: Any) -> memoryview:
         """Return the bytes of an image of a page, to read or to change."""
         ...
-
-
-@dataclass(eq=False)
-class ReadAhead:
-    """A run of blocks that is read for waiting requests: those after the blocks that the prefix cache knows."""
-
-    version: int
-    scope: tuple[str, str]
-    changed_from: int
-    tokens: list[tuple[Key, ...]]
-    """Of each block."""
-    files: list[BlockFile]
-    parent: Block | None
-    deadline: float
-    """When to compute the tokens instead."""
-    wanted_by: list[Callable[[], bool]]
-    """Each returns False once its request has ended: then the adapter's version may be gone."""
-    num_reserved: int
-    found: dict[int, SealedBlock] = field(default_factory=dict)
-    """What was read, by its index, until it is taken in."""
-    futures: list[Future[None]] = field(default_factory=list)
-    """Calls on reading threads, each of which reads the next few blocks."""
-    indices: Iterator[int] = field(default_factory=itertools.count)
-    end: int = field(init=False)
-    """The index of the first block that could not be read."""
-    num_taken: int = 0
-    has_ended: bool = False
-    num_pages: int = 0
-    seconds: float = 0.0
-    """Time that threads spent reading it; a step may notice the end much later."""
-
-    def __post_init__(self) -> None:
-        self.end = len(self.files)
-
-    @property
-    def is_over(self) -> bool:
-        """True if all was taken in, or nothing more is wanted."""
-        return self.has_ended or self.num_taken >= self.end
 
 
 @dataclass(eq=False)
@@ -126,6 +124,7 @@ class DiskTier:
     """Returns the content hash of a registered adapter version; None if that is not known."""
     parts_of: Callable[[int], Sequence[str]]
     """Returns the content hashes of what a registered version is composed of."""
+    contents: Contents
     clock: Callable[[], float]
     wake: Callable[[], None] = lambda: None
     """Called when a read has ended, from its thread."""
@@ -140,17 +139,28 @@ class DiskTier:
         self._lock = threading.Lock()
         self._events: FileEvents | None = None
         self._jobs: dict[str, ReadAhead] = {}
+        """Runs that are read, by the name of their first file."""
+        self._waiting = deque[ReadAhead]()
+        """Runs that have not begun, in the order of their requests' arrival."""
+        self._is_full = False
+        """True if a run had to wait for room, and nothing has changed since."""
+        self._done: list[ReadAhead] = []
+        """Runs that were read for requests that still wait."""
+        self._paths: dict[Block, list[Block]] = {}
+        """By the block that leaves the pool next: those before it that are still to be written, the first one last."""
         self._late: list[Future[None]] = []
         """Calls that still run though their run of blocks is over."""
         self._reserved_bytes = 0
+        self._looked = self.clock()
+        self._looking: Future[None] | None = None
         self.is_closed = False
         self.num_hit_tokens = 0
         self.read_seconds = 0.0
-        self.budget.join(self)
+        self.budget.join(self, keeps=self.writer.keeps)
 
     def use_pools(self, writer: Pool, readers: Pool) -> None:
-        """Write and read on these threads; the writer runs one call after another."""
-        self.writer.pool, self._readers = writer, readers
+        """Write, read and hash on these threads; the writer runs one call after another."""
+        self.writer.pool, self._readers, self.contents.pool = writer, readers, readers
 
     @property
     def shared_name(self) -> str:
@@ -215,26 +225,61 @@ class DiskTier:
     # -- writing
 
     def save(self, block: Block) -> None:
-        """Have a block with images written in the background, unless that was done, or too many wait."""
-        state = block.checkpoint
-        has_state = state is not None and bool(state.images)
-        if block.written >= len(block.images) + has_state or not block.images:
-            return
-        groups = tuple(sorted(block.images))
-        images = [block.images[group] for group in groups]
-        accepted = 0
-        if has_state and state is not None:
-            images += state.images
-            accepted = state.accepted
-        sealed = SealedBlock(groups, len(images) - len(groups), accepted, images)
-        if self.writer.has_room(len(images)) and self._write(block, sealed):
-            block.written = len(groups) + has_state
+        """Have a block that has images written in the background, unless that was done."""
+        if block.images and (sealed := _all_of(block, None)) is not None:
+            self._write(block, sealed)
 
-    def _write(self, block: Block, sealed: SealedBlock) -> bool:
+    def save_path(self, block: Block) -> None:
+        """Have the blocks before one that leaves the pool written soon, from the root on: nothing is found in files
+        without them, and they leave next.
+        """
+        if self.host.ahead is not None or block.parent is None:
+            return  # a device's pages are not copied while a step waits
+        path = self._paths.pop(block, None) or _unwritten_before(block)
+        if path:
+            self._paths[block.parent] = path
+            if len(self._paths) > _PATHS:
+                del self._paths[next(iter(self._paths))]
+
+    def write_paths(self) -> None:
+        """Copy blocks of the pool that are to be written, as far as there is room for them; called between steps."""
+        for at, path in list(self._paths.items()):
+            while path and (not _is_in_pool(path[-1]) or self._copy(path[-1])):
+                path.pop()
+            if not path:
+                del self._paths[at]
+            elif self.writer.is_half_full:
+                return
+
+    def _copy(self, block: Block) -> bool:
+        """Have a block of the pool written; False if it is to be tried again."""
+        if self.file_of(block) is None:
+            return False
+        if self.writer.spare_bytes < self.page_bytes * len(block.pages) or self.writer.is_half_full:
+            return False
+        try:
+            sealed = _all_of(block, self.host.copy_of)
+        except MemoryError:
+            return False
+        if sealed is not None:
+            self._write(block, sealed, is_kept=True)
+        return True
+
+    def leaves(self, block: Block) -> None:
+        """Have a block written whose images leave host memory, as far as there is room to keep them until then."""
+        self.writer.leaves(block)
+        if block.images and (sealed := _all_of(block, None)) is not None:
+            self._write(block, sealed, is_kept=True)
+
+    def let_go(self, block: Block) -> None:
+        """Note that a block's images leave host memory."""
+        self.writer.leaves(block)
+
+    def _write(self, block: Block, sealed: SealedBlock, *, is_kept: bool = False) -> bool:
         """Write a block soon; False if it is not known where, or can't be."""
         if (file := self.file_of(block)) is None:
             return False
-        return self.writer.add(file, sealed, self._teller(block))
+        return self.writer.add(file, block, sealed, self._teller(block), is_kept=is_kept)
 
     def wait(self, timeout: float = CLOSE_SECONDS) -> None:
         """Wait until what was given to be written or removed has been."""
@@ -250,55 +295,116 @@ class DiskTier:
         changed_from: int,
         block_tokens: int,
         is_wanted: Callable[[], bool],
+        is_waiting: Callable[[], bool] | None = None,
     ) -> ReadAhead | None:
-        """Begin to read the blocks of a prompt that the cache does not know; None if that can't, or need not, be done.
+        """Begin to read the blocks of a prompt that the cache does not know, as soon as there is room for them; None if
+        that can't, or need not, be done. is_wanted, is_waiting: see `Reader`; the latter is as the former by default.
 
         At least one token is left to compute.
         """
-        known = self.prefix.walk(version, tokens, scope, changed_from)
-        first, end = len(known), (len(tokens) - 1) // block_tokens
-        files, runs = self._files(version, known, tokens, scope, changed_from, range(first, end), block_tokens)
+        prompt = Prompt(version, tokens, scope, changed_from, block_tokens)
+        self.contents.advance()
+        content = self.contents.learn(version)
+        if not prompt.num_blocks:
+            return None
+        if content is None or self._owner(version) is not None or not self._has_adapters():
+            content = None
+        job = ReadAhead(prompt, [Reader(is_wanted, is_waiting or is_wanted)], content=content)
+        if self._is_full or not self._begin(job):
+            self._waiting.append(job)
+        return self._lasting(job)
+
+    def _has_adapters(self) -> bool:
+        """True if any file seems to be of an adapter."""
+        return any(owner != BASE and mark == self.keys.mark for owner, mark in list(self.folder.num_files))
+
+    def _seconds(self, num_blocks: int) -> float:
+        """What computing some blocks would take."""
+        return num_blocks * self.prefix.num_groups * self.costs.prefix_page
+
+    def _lasting(self, job: ReadAhead) -> ReadAhead | None:
+        """A run, or the one that reads the same; None if there is nothing to wait for."""
+        while job.instead is not None:
+            job = job.instead
+        return None if job.has_ended else job
+
+    def _begin(self, job: ReadAhead) -> bool:
+        """Begin to read a run, or end it if there is nothing to read; False if it has to wait."""
+        if job.needs_content:
+            return False
+        about = job.prompt
+        known = self.prefix.walk(about.version, about.tokens, about.scope, about.changed_from)
+        count = self._num_readable(job, known)
+        if count is None:
+            return False
+        files, runs = list[BlockFile](), list[tuple[Key, ...]]()
+        if count:
+            files, runs = self._files(about, known, range(len(known), len(known) + count))
         if not files:
-            return None
-        if (job := self._jobs.get(files[0].key)) is not None:
-            job.wanted_by.append(is_wanted)
-            return job
-        per_block = self.prefix.num_groups
-        num_bytes = len(files) * per_block * self.page_bytes
-        seconds = len(files) * per_block * self.costs.prefix_page
-        if len(files) * per_block * self.costs.disk_prefix_page > seconds:
+            job.has_ended = True
+            return True
+        if (other := self._jobs.get(files[0].key)) is not None:
+            other.readers += job.readers
+            job.instead = other
+            return True
+        self._read_files(job, known, files, runs)
+        return True
+
+    def _num_readable(self, job: ReadAhead, known: Sequence[Block]) -> int | None:
+        """How many of the blocks after the known ones to read; None: it is to be asked again once there is room."""
+        count, per_block = job.prompt.num_blocks - len(known), self.prefix.num_groups
+        if count <= 0 or not job.is_awaited:
+            return 0
+        if self.costs.disk_prefix_page > self.costs.prefix_page:
             self.costs.doubt("disk_prefix_page")
-            return None
+            return 0
+        may_wait = bool(self._jobs or self._done or self.host.is_holding)
         self.host.hold(known)  # else room is made of what the blocks are to come after
+        room = self.budget.room() // (per_block * self.page_bytes)
+        self.host.let_go(known)
+        if room < count and may_wait:
+            self._is_full = True
+            return None
+        return min(count, room)  # the beginning of a prompt is of use without its end
+
+    def _read_files(
+        self, job: ReadAhead, known: list[Block], files: list[BlockFile], runs: list[tuple[Key, ...]]
+    ) -> None:
+        """Begin to read a run's blocks, or end it if no thread can."""
+        num_bytes = len(files) * self.prefix.num_groups * self.page_bytes
+        self.host.hold(known)
         has_room = self.budget.claim(num_bytes)
         self.host.let_go(known)
         if not has_room:
-            return None
-        now = self.clock()
-        parent = known[-1] if known else None
-        job = ReadAhead(version, scope, changed_from, runs, files, parent, now + seconds, [is_wanted], num_bytes)
+            job.has_ended = True
+            return
+        job.has_begun, job.files, job.tokens, job.end = True, files, runs, len(files)
+        job.parent = known[-1] if known else None
+        job.deadline = self.clock() + self._seconds(len(files))
         try:
             for _ in files[:READERS]:
                 job.futures.append(self._readers.submit(self._read, job))
         except Exception as error:  # too many reads hang, or there is no thread
             logger.debug("fewer threads read cached blocks: %s", error)
         if not job.futures:
-            return None
+            job.has_ended = True
+            return
+        job.num_reserved = num_bytes
         self._reserved_bytes += num_bytes
         self._jobs[files[0].key] = job
-        return job
+        self._keep(job, known)
+
+    def _keep(self, job: ReadAhead, blocks: Sequence[Block]) -> None:
+        """Drop the images of blocks that a run's requests begin with last, until they begin."""
+        if job.is_awaited:
+            self.host.want(blocks)
+            job.kept += blocks
 
     def _files(
-        self,
-        version: int,
-        known: Sequence[Block],
-        tokens: Sequence[Key],
-        scope: tuple[str, str],
-        changed_from: int,
-        blocks: range,
-        step: int,
+        self, about: Prompt, known: Sequence[Block], blocks: range
     ) -> tuple[list[BlockFile], list[tuple[Key, ...]]]:
         """Places and tokens of the blocks of a prompt after the known ones; none if a content hash is not known."""
+        version, scope, changed_from, step = about.version, about.scope, about.changed_from, about.block_tokens
         owner = self._owner(version)
         if owner is None:
             return [], []
@@ -310,7 +416,7 @@ class DiskTier:
         tenant = self.folder.tenant(scope[0])
         for index in blocks:
             start = index * step
-            run = tuple(tokens[start : start + step])
+            run = tuple(about.tokens[start : start + step])
             if changed_from and start <= changed_from < start + step:
                 digest = self.keys.after(digest, run, owner, changed_from - start)
             else:
@@ -339,7 +445,7 @@ class DiskTier:
         """Read one block; False, and the run ends before it, if there is none."""
         began, found = self.clock(), None
         try:
-            found = self.folder.read(job.files[at], self._make)
+            found = self.writer.find(job.files[at]) or self.folder.read(job.files[at], self._make)
         finally:
             with self._lock:
                 if found is None:
@@ -355,50 +461,105 @@ class DiskTier:
         return image, self.pages.bytes_of(image)
 
     def is_coming(self, job: ReadAhead) -> bool:
-        """True while it is worth waiting for a read."""
-        return not job.has_ended and self.clock() < job.deadline
+        """True while it is worth waiting for a read. A run that waits begins now if it can: its request is next."""
+        if (found := self._lasting(job)) is None:
+            return False
+        if not found.has_begun:
+            return self._may_come(found)
+        return found.deadline is None or self.clock() < found.deadline
+
+    def _may_come(self, job: ReadAhead) -> bool:
+        """The same, of a run that has not begun."""
+        if self._is_full and not job.needs_content:
+            return self._is_awaited  # another one is before it
+        if job.deadline is None:
+            job.deadline = self.clock() + self._seconds(job.prompt.num_blocks)
+        elif self.clock() >= job.deadline:
+            return False
+        self._end_done()
+        if self._begin(job):
+            self._waiting.remove(job)
+            return self._lasting(job) is not None
+        return self._is_awaited or job.needs_content
 
     @property
-    def is_reading(self) -> bool:
-        """True while reads are in flight."""
-        return bool(self._jobs)
+    def _is_awaited(self) -> bool:
+        """True while some read is worth waiting for, and may leave room for others."""
+        return any(map(self.is_coming, self._jobs.values()))
+
+    def may_begin(self, job: ReadAhead) -> bool:
+        """True for a run that may still be read, though it was not worth waiting for it so far."""
+        found = self._lasting(job)
+        return found is not None and not found.has_begun
+
+    @property
+    def is_busy(self) -> bool:
+        """True while `advance` has something to do."""
+        return bool(self._jobs or self._waiting or self._done or self._paths or self.contents.is_busy)
 
     def _futures(self) -> list[Future[None]]:
         return [future for job in self._jobs.values() for future in job.futures]
 
     @property
-    def reads(self) -> list[Future[None]]:
-        """The reads in flight that are worth waiting for."""
-        return [future for job in self._jobs.values() if self.is_coming(job) for future in job.futures]
+    def reads(self) -> list[Future[Any]]:
+        """The calls in flight that a request may wait for; it was held back, so the clock is not asked again."""
+        contents = [job.content for job in self._waiting if job.content is not None and job.needs_content]
+        return contents + self._futures()
 
     def advance(self) -> None:
         """Take in what was read; called between steps."""
+        self.contents.advance()
         for key, job in list(self._jobs.items()):
             is_read = all(future.done() for future in job.futures)  # asked first: what was found is there then
             while not job.is_over and job.num_taken in job.found:
                 self._take_in(job, job.found.pop(job.num_taken))
-            if not (is_read or job.is_over):
-                continue
-            del self._jobs[key]
-            job.has_ended = True
-            self._late = [future for future in (*self._late, *job.futures) if not future.done()]
-            self._reserved_bytes -= job.num_reserved
-            self.read_seconds += job.seconds
-            if job.num_pages:
-                self.costs.observe("disk_prefix_page", job.seconds / job.num_pages)
+            if is_read or job.is_over:
+                self._end_read(key, job)
+        self._end_done()
+        self.write_paths()
+        for job in [*itertools.islice(self._waiting, _LOOKS)]:
+            if self._is_full:
+                break
+            if self._begin(job):
+                self._waiting.remove(job)
+
+    def _end_read(self, key: str, job: ReadAhead) -> None:
+        """Take in no more of a run."""
+        del self._jobs[key]
+        job.has_ended = True
+        self._done.append(job)
+        self._late = [future for future in (*self._late, *job.futures) if not future.done()]
+        self._reserved_bytes -= job.num_reserved
+        self.read_seconds += job.seconds
+        if job.num_pages:
+            self.costs.observe("disk_prefix_page", job.seconds / job.num_pages)
+        self._is_full = False
+
+    def _end_done(self) -> None:
+        """Let images of blocks be dropped that no request waits for any more."""
+        ended = [job for job in self._done if not job.is_awaited]
+        for job in ended:
+            self._done.remove(job)
+            self.host.unwant(job.kept)
+            job.kept.clear()
+        if ended or not (self._jobs or self._done):
+            self._is_full = False
 
     def _take_in(self, job: ReadAhead, found: SealedBlock) -> None:
         """Add a block that was read to the cache, with images alone."""
         at = job.num_taken
         job.num_taken += 1
         size = len(found.pages) * self.page_bytes
+        if size > job.num_reserved:  # a checkpoint's pages come on top
+            self.budget.claim(size - job.num_reserved)
         job.num_reserved -= min(size, job.num_reserved)
         self._reserved_bytes -= min(size, self._reserved_bytes)
         count = len(found.groups)
-        if not any(each() for each in job.wanted_by) or count > self.prefix.num_groups:
+        about = job.prompt
+        if not job.is_wanted or count > self.prefix.num_groups:
             job.has_ended = True
             return
-        block = self.prefix.adopt(job.version, job.parent, job.tokens[at], job.scope, job.changed_from)
+        block = self.prefix.adopt(about.version, job.parent, job.tokens[at], about.scope, about.changed_from)
         if block is None:
             job.has_ended = True
             return
@@ -407,12 +568,22 @@ class DiskTier:
             job.has_ended = True
             return
         block.written = count + bool(found.num_state_pages)
+        self._keep(job, [block])
         if self._events is not None and self._digest(block) is not None:
             self._teller(block)()
         job.parent = block
         self.num_hit_tokens += len(block.tokens)
 
     # -- what is in files
+
+    def look(self) -> None:
+        """Have the folder's size looked up, soon and now and then."""
+        if self.is_closed or self.clock() < self._looked + LOOK_SECONDS:
+            return
+        if self._looking is None or self._looking.done():
+            self._looked = self.clock()
+            with suppress(Exception):  # too many reads wait
+                self._looking = self._readers.submit(self.folder.look)
 
     def tell(self, events: FileEvents) -> Future[None] | None:
         """Tell of the blocks that are in files, soon, and of all changes; those of other servers are noticed late.
@@ -459,15 +630,18 @@ class DiskTier:
             return
         self.is_closed = True
         end = self.clock() + self.close_seconds
-        for job in self._jobs.values():
+        for job in (*self._jobs.values(), *self._waiting):
             job.has_ended = True
+        self._waiting.clear()
         if copy_out is not None:
             self._save_the_rest(copy_out, end)
         while self.writer.is_writing and self.clock() < end:
             self.writer.let_write()
         self.writer.pool.shutdown()
+        self.contents.close()
         self._readers.shutdown()
-        if not self.writer.is_writing and all(future.done() for future in (*self._late, *self._futures())):
+        under_way = [*self._late, *self._futures(), *([self._looking] if self._looking else [])]
+        if not self.writer.is_writing and all(future.done() for future in under_way):
             self.folder.close()  # else a thread that hangs still has it
 
     def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:
@@ -484,23 +658,47 @@ class DiskTier:
             try:
                 sealed = _all_of(block, copy_out)
             except Exception as error:
-                logger.warning("a cached block is not written, as it could not be copied: %s", error)
+                logger.debug("a cached block is not written, as it could not be copied: %s", error)  # `host` warns
                 continue
             if sealed is not None:
-                self._write(block, sealed)
+                self._write(block, sealed, is_kept=True)
 
 
 def _nothing() -> None:
     """For subscribers that there are not."""
 
 
-def _all_of(block: Block, copy_out: Callable[[int], Any]) -> SealedBlock | None:
-    """All of a block's pages, and of its checkpoint's; None if they were given to be written."""
-    groups = tuple(group for group, page in enumerate(block.pages) if page or group in block.images)
+def _is_in_pool(block: Block) -> bool:
+    """True for a block that is still to be copied from the pool."""
+    return not block.written and block.is_known and block.is_resident
+
+
+def _unwritten_before(block: Block) -> list[Block]:
+    """The blocks before one that are not written yet, the first one last. They end where one is written."""
+    found, at = list[Block](), block.parent
+    while at is not None and at.parent is not None and not at.written:
+        found.append(at)
+        at = at.parent
+    return found
+
+
+def _all_of(block: Block, copy_out: Callable[[int], Any] | None) -> SealedBlock | None:
+    """A block's pages, and its checkpoint's; None if they were given to be written. copy_out: makes an image of a page;
+    None: only what there are images of.
+    """
+    groups = tuple(group for group, page in enumerate(block.pages) if (page and copy_out) or group in block.images)
     state, state_images = block.checkpoint, list[Any]()
+    if state is not None and not (state.images or (state.pages and copy_out)):
+        state = None
     if not groups or block.written >= len(groups) + (state is not None):
         return None
-    images = [block.images[group] if group in block.images else copy_out(block.pages[group]) for group in groups]
+    images = [_image_of(block, group, copy_out) for group in groups]
     if state is not None:
-        state_images = state.images or [copy_out(page) for page in state.pages]
+        state_images = state.images or [copy_out(page) for page in state.pages if copy_out]
     return SealedBlock(groups, len(state_images), 0 if state is None else state.accepted, images + state_images)
+
+
+def _image_of(block: Block, group: int, copy_out: Callable[[int], Any] | None) -> Any:
+    if group in block.images or copy_out is None:
+        return block.images[group]
+    return copy_out(block.pages[group])

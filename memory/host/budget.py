@@ -47,10 +47,17 @@ class HostBudget:
         self._order = EvictionOrder(lru=lru)
         self._offers: dict[Hashable, _Offer] = {}
         self._lodgers: dict[Lodger, Callable[[], int]] = {}
+        self._keeps: list[Callable[[], int]] = []
 
-    def join(self, lodger: Lodger, behind: Callable[[], int] = lambda: 0) -> None:
-        """Count a lodger's bytes. behind: returns those of items that it offers once others have been dropped."""
+    def join(
+        self, lodger: Lodger, behind: Callable[[], int] = lambda: 0, keeps: Callable[[], int] | None = None
+    ) -> None:
+        """Count a lodger's bytes. behind: returns those of items that it offers once others have been dropped. keeps:
+        returns those of other lodgers' items that it may keep in use once they have been dropped.
+        """
         self._lodgers[lodger] = behind
+        if keeps is not None:
+            self._keeps.append(keeps)
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +98,9 @@ class HostBudget:
 
     def can_spare(self, num_bytes: int) -> bool:
         """True if at least `num_bytes` may be dropped, one item after another, that no waiting request needs."""
+        if num_bytes <= 0:
+            return True
+        num_bytes += self._kept_bytes()
         for item, offer in self._offers.items():
             if num_bytes <= 0:
                 break
@@ -99,8 +109,17 @@ class HostBudget:
         return num_bytes <= 0 or num_bytes <= sum(behind() for behind in self._lodgers.values())
 
     def offered_bytes(self, lodger: Lodger) -> int:
-        """Bytes of a lodger's items that are offered."""
-        return sum(offer.num_bytes for offer in self._offers.values() if offer.lodger is lodger)
+        """Bytes of a lodger's items that are offered, and that no waiting request needs."""
+        return sum(offer.num_bytes for offer in self._offers.values() if offer.lodger is lodger and not offer.wanted)
+
+    def room(self) -> int:
+        """The most bytes for which `has_room` is true."""
+        spare = sum(offer.num_bytes for item, offer in self._offers.items() if self._is_spare(item))
+        spare += sum(behind() for behind in self._lodgers.values()) - self._kept_bytes()
+        return self.free_bytes() + max(0, spare)
+
+    def _kept_bytes(self) -> int:
+        return sum(keeps() for keeps in self._keeps)
 
     def has_room(self, num_bytes: int) -> bool:
         """True if `num_bytes` more fit once everything is dropped that no waiting request needs."""
@@ -141,7 +160,7 @@ class HostBudget:
         fits = self.excess(num_bytes) <= 0
         self.withdraw(item)
         if before is not None:
-            self.offer(lodger, item, before.num_bytes, cost, uses, depth=depth)
+            self.offer(lodger, item, before.num_bytes, cost, uses, wanted=before.wanted, depth=depth)
         return fits
 
     def _is_spare(self, item: Hashable) -> bool:

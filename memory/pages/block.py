@@ -58,6 +58,7 @@ class Block:
         "users",
         "uses",
         "version",
+        "waiting",
         "written",
     )
 
@@ -100,6 +101,8 @@ class Block:
         """Parts of it that were given to be written to a file: its page groups, and its checkpoint."""
         self.holds = 0
         """Requests that are about to copy its images: they must not be dropped."""
+        self.waiting = 0
+        """Requests that wait and begin with it: its images are dropped last."""
         self.in_windows: WindowPages | None = None
         """The item that stands for its pages in windows in the eviction order, if the model has windows."""
         self.checkpoint: KeptState | None = None

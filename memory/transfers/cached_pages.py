@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.budget import HostBudget
+from ..host.fault_log import FaultLog
 from ..pages.block import Block, Cached, KeptState, Medium, WindowPages
 from ..pages.pool import IntegrityError
 from .transfer import ExecutorLost
@@ -26,11 +27,26 @@ COPY_SECONDS = 1.0
 """The most seconds that a clean stop waits for a device's copy of a page: far more than that takes."""
 
 
+_COPIES = "copies of cached pages to host memory"
+
+
 class Below(Protocol):
     """The tier below host memory."""
 
     def save(self, block: Block) -> None:
         """Keep what there are images of, unless that was done; it returns at once."""
+        ...
+
+    def save_path(self, block: Block) -> None:
+        """Keep some of what comes before a block whose pages leave the pool, from the root on."""
+        ...
+
+    def leaves(self, block: Block) -> None:
+        """Keep what there are images of, which are about to be dropped, as far as there is room for them."""
+        ...
+
+    def let_go(self, block: Block) -> None:
+        """Note that a block's images are about to be dropped, and need not be kept."""
         ...
 
 
@@ -66,7 +82,9 @@ class CachedPages:
         """Where blocks are written; None: nowhere."""
         self.num_bytes = 0
         self.num_saved_pages = self.num_fetched_pages = 0
+        self._faults = FaultLog(logger)
         self._held: set[Block] = set()
+        self._wanted: set[Block] = set()
         budget.join(self, self._num_bytes_behind)
 
     # -- for the prefix cache
@@ -82,6 +100,7 @@ class CachedPages:
             self.offer(block)
         if self.disk is not None:
             self.disk.save(block)
+            self.disk.save_path(block)
 
     def save_state(self, state: KeptState) -> None:
         """Make images of a checkpoint's pages, if there is room for them and it is not too late."""
@@ -157,6 +176,8 @@ class CachedPages:
 
     def forget(self, block: Block) -> None:
         """Drop a block's images, and those of its checkpoint."""
+        if self.disk is not None:
+            self.disk.let_go(block)
         self._budget.withdraw(block)
         if block.in_windows is not None:
             self._budget.withdraw(block.in_windows)
@@ -166,6 +187,8 @@ class CachedPages:
 
     def forget_state(self, state: KeptState) -> None:
         """Drop a checkpoint's images."""
+        if self.disk is not None:
+            self.disk.let_go(state.block)
         self._budget.withdraw(state)
         self.num_bytes -= len(state.images) * self._page_bytes
         state.images = []
@@ -188,6 +211,28 @@ class CachedPages:
             if block.is_known:
                 self.offer(block)
 
+    @property
+    def is_holding(self) -> bool:
+        """True while images are about to be copied back."""
+        return bool(self._held)
+
+    def want(self, blocks: Iterable[Block]) -> None:
+        """Drop the images of blocks last: a waiting request begins with them. They may have none yet."""
+        for block in blocks:
+            block.waiting += 1
+            self._wanted.add(block)
+            if block.is_known:
+                self.offer(block)
+
+    def unwant(self, blocks: Iterable[Block]) -> None:
+        """End `want`."""
+        for block in blocks:
+            block.waiting -= 1
+            if not block.waiting:
+                self._wanted.discard(block)
+            if block.is_known:
+                self.offer(block)
+
     # -- for the budget
 
     def is_loose(self, item: Hashable) -> bool:
@@ -198,7 +243,7 @@ class CachedPages:
         """Drop the images of an item."""
         assert isinstance(item, Cached)
         if self.disk is not None:
-            self.disk.save(item if isinstance(item, Block) else item.block)
+            self.disk.leaves(item if isinstance(item, Block) else item.block)
         if isinstance(item, KeptState):
             self.forget_state(item)
         elif isinstance(item, WindowPages):
@@ -210,7 +255,7 @@ class CachedPages:
     def _num_bytes_behind(self) -> int:
         """Bytes of images that are offered once those of their descendants have been dropped."""
         held = 0
-        for block in self._held:
+        for block in self._held | self._wanted:
             held += len(block.images) + (0 if block.checkpoint is None else len(block.checkpoint.images))
         return self.num_bytes - held * self._page_bytes - self._budget.offered_bytes(self)
 
@@ -238,7 +283,8 @@ class CachedPages:
     def _offer(self, item: Cached, count: int, block: Block, *, is_copy: bool) -> None:
         """is_copy: the pool has the pages, too: they can be copied again."""
         seconds = self.costs.swapped_page if is_copy else self.costs.prefix_page
-        self._budget.offer(self, item, count * self._page_bytes, count * seconds, block.uses, depth=block.depth)
+        size, is_wanted = count * self._page_bytes, block.waiting > 0
+        self._budget.offer(self, item, size, count * seconds, block.uses, wanted=is_wanted, depth=block.depth)
 
     def _has_time(self, pages: Sequence[int]) -> bool:
         """True if pages that the pool has can be copied again before they leave."""
@@ -265,9 +311,11 @@ class CachedPages:
                 self._backend.wait(COPY_SECONDS)
         except ExecutorLost:
             raise
-        except Exception:
-            logger.exception("a cached page could not be copied to host memory")
+        except Exception as error:
+            about = f"a cached page could not be copied to host memory: {type(error).__name__}: {error}"
+            self._faults.failed(_COPIES, type(error).__name__, about)
             return None
+        self._faults.worked(_COPIES)
         return (image,)
 
     def _put(self, block: Block, group: int, image: Any) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..host.fault_log import FaultLog
 from ..pages.block import Block, Cached, KeptState, WindowPages
 from ..pages.eviction import Freed
 from ..pages.pool import PageKind, PagePool
@@ -41,6 +42,9 @@ MOST_PAGES = 16
 
 BYTES_PER_SECOND = 1 << 30
 """Bytes of copies that are begun in a second at most: a small part of what a GPU's link carries. Chosen."""
+
+
+_COPIES = "copies of cached pages to host memory"
 
 
 class Images(Protocol):
@@ -96,6 +100,7 @@ class PagesAhead:
 
     def __post_init__(self) -> None:
         self._most_pages = max(1, min(MOST_PAGES, MOST_BYTES // self.page_bytes))
+        self._faults = FaultLog(logger)
         self._copies: list[_Copy] = []
         self._by_page: dict[int, _Copy] = {}  # of copies that are not void
         self._wanted: deque[Block | KeptState] = deque()
@@ -231,10 +236,12 @@ class PagesAhead:
             transfer = PageSave(self.backend, pages, self._most_pages)
         except ExecutorLost:
             raise
-        except Exception:
-            logger.exception("cached pages could not be copied to host memory")
+        except Exception as error:
+            about = f"cached pages could not be copied to host memory: {type(error).__name__}: {error}"
+            self._faults.failed(_COPIES, type(error).__name__, about)
             self._wanted.clear()  # the next look tries again
             return
+        self._faults.worked(_COPIES)
         copy = _Copy(item, groups, transfer)
         self._copies.append(copy)
         self._by_page.update(dict.fromkeys(pages, copy))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from ...memory.disk.folder import BlockFolder, FolderRefused
+from ...memory.disk.folder import BlockFolder, FolderRefused, OwnedFiles
+from ..machine_faults import size_text
 from .adapters import CommandError
 
 
@@ -18,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was removed, or else how large the folder is. Raises CommandError."""
+    """Print what was removed, and what the folder has then. Raises CommandError."""
     if not (arguments.folder / "lock").is_file():
         raise CommandError(f"{arguments.folder} holds no cached prefixes; name the servers' kv_cache_dir")
     try:
@@ -29,7 +32,26 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"removed {folder.remove_tenant(arguments.remove_tenant)} blocks")
         elif arguments.remove_all:
             print(f"removed {folder.clear()} blocks")
-        print(f"{folder.num_bytes} bytes in {arguments.folder}")
+        limit = folder.told_limit
+        of = "" if limit is None else f" of {size_text(limit)}"
+        print(f"{size_text(folder.num_bytes)}{of} in {arguments.folder}")
+        _print_owners(folder.owners())
+    except OSError as error:
+        raise CommandError(f"{arguments.folder}: {error.strerror or error}") from None
     except (FolderRefused, ValueError) as error:
         raise CommandError(str(error)) from None
     return 0
+
+
+def _print_owners(owners: Sequence[OwnedFiles]) -> None:
+    """Print a row for each adapter, by its content hash, for each composition, and for the base model."""
+    if not owners:
+        return
+    rows = [("CONTENT", "BLOCKS", "SIZE", "TENANTS", "LAST USED")]
+    for each in owners:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used_at))
+        content = "+".join(part[:12] for part in each.owner.split("."))
+        rows.append((content, f"{each.num_blocks:,}", size_text(each.num_bytes), str(len(each.tenants)), used))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

@@ -129,6 +129,8 @@ class Replica:
             seen = stats, self.draining
             try:
                 about = await asyncio.wrap_future(self.worker.call(partial(_about, costs)))
+                stats = self.worker.stats  # as the call has found them: an idle engine takes no steps that do
+                seen = stats, self.draining
                 spent: AdapterCosts = about.pop("spent")
                 if count - told >= IDLE_REPORTS:
                     about["spent"], told = merged(spent.so_far(), MOST_SPENT), count

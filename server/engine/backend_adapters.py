@@ -223,9 +223,9 @@ class BackendAdapters(ABC):
     # --- for the health checker ---
 
     def unhashed(self) -> Future[list[AdapterState]]:
-        """Adapters without a known content hash."""
+        """Adapters without a known content hash, or whose weights were not checked for an effect."""
         return self._ask(
-            lambda names: _states(names, [one for one in names.registered() if one[1].manifest.content_hash is None])
+            lambda names: _states(names, [one for one in names.registered() if _is_unchecked(one[1].manifest)])
         )
 
     def quarantined(self) -> Future[list[Quarantined]]:
@@ -294,3 +294,7 @@ def _latest_name(names: AdapterTable, name: str) -> str:
 
 def _states(names: AdapterTable, registered: Iterable[tuple[str, Any]]) -> list[AdapterState]:
     return [names.state_of(*each) for each in sorted(registered, key=itemgetter(0))]
+
+
+def _is_unchecked(manifest: AdapterManifest) -> bool:
+    return manifest.content_hash is None or manifest.no_effect is None

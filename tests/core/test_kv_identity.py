@@ -10,6 +10,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.kv_identity import identity_of
+from chorus.memory.disk.remembered import RememberedHashes
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.states import StateShape
 
@@ -36,7 +37,8 @@ def layout(**changes):
 
 def identity(model, remembered=None, pages=None, device="CpuExecutor", **settings):
     path = model.parent / "remembered" if remembered is None else Path(remembered)
-    return identity_of(EngineConfig(model=model, **settings), pages or layout(), device, path, seal)
+    hashes = RememberedHashes(path, seal)
+    return identity_of(EngineConfig(model=model, **settings), pages or layout(), device, hashes)
 
 
 def test_it_is_the_same_at_every_start(model):

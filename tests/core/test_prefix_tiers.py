@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import threading
 import time
+from collections import deque
+from concurrent.futures import Future
 
 import pytest
 
@@ -13,7 +17,7 @@ from chorus.core import kv_identity
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.memory.adapters.composition import Composition
-from chorus.memory.disk import tier
+from chorus.memory.disk import adapter_contents, tier, writer
 from chorus.memory.disk.keys import BlockKeys
 from chorus.memory.disk.tier import DiskTier
 from chorus.memory.files.identity import with_content
@@ -171,13 +175,16 @@ def patient(engine):
 
 @pytest.fixture
 def disk_server(gqa, drive, tmp_path):
-    """`disk_server(**config)`: a server over one folder, whose clock never makes it give a read up."""
+    """`disk_server(**config)`: a server over one folder, whose clock never makes it give a read up. knows: it has read
+    its adapters' weights before the first request.
+    """
 
-    def make(adapters=None, **config):
+    def make(adapters=None, *, knows=True, **config):
         paths = {name: gqa.adapters[name] for name in ("r2-qv", "r1-all")} if adapters is None else adapters
         options = {**LIMITS, "kv_cache_dir": tmp_path / "kv", "kv_cache_disk_bytes": 1 << 26, **config}
         driver = drive(gqa, adapters=paths, **options)
-        know_contents(driver.engine)
+        if knows:
+            know_contents(driver.engine)
         always_copy(driver.engine)
         patient(driver.engine)
         return driver
@@ -269,6 +276,71 @@ def test_a_reloaded_adapter_never_meets_the_blocks_of_another_content(gqa, disk_
     assert ask(third, 0, "other-name", PROMPT)[1] == 48, "the content counts, not the name"
 
 
+def leave_files(disk_server, names, **options):
+    """Ask for some adapters on a server that is then killed; the answers."""
+    first = disk_server(**options)
+    wanted = [ask(first, 0, name, PROMPT)[0] for name in names]
+    first.engine.reclaimer.reclaim_all()
+    settle(first.engine)
+    first.engine.disk.is_closed = True
+    return wanted
+
+
+BOTH = Composition.of([("r2-qv", 0.5), ("r1-all", 1.0)]).model
+
+
+@pytest.mark.parametrize("knew", [True, False])
+def test_an_adapter_s_first_request_after_a_restart_finds_its_files(disk_server, monkeypatch, knew):
+    """Its content hash was unknown until its weights had been read: 12 of 12 prompts were computed again. knew: the
+    first server had read them before its requests.
+    """
+    names = ["r2-qv", BOTH, None, "r1-all"]
+    wanted = leave_files(disk_server, names, knows=knew)
+    monkeypatch.setattr(adapter_contents, "with_content", fail)  # they are remembered
+    second = disk_server(knows=False)
+    for name, answer in zip(names, wanted, strict=True):
+        found, cached = ask(second, 0, name, PROMPT)
+        assert cached == 48, name
+        assert_same(found, answer)
+
+
+def test_where_no_hash_is_remembered_the_weights_are_read_before_the_prompt_is_computed(disk_server, tmp_path):
+    names = ["r2-qv", BOTH]
+    leave_files(disk_server, names)
+    (tmp_path / "kv" / "hashes").unlink()
+    second = disk_server(knows=False)
+    assert [ask(second, 0, name, PROMPT)[1] for name in names] == [48, 48]
+    adapter = second.engine.store.get("r2-qv")
+    assert adapter.manifest.content_hash is not None
+    assert adapter.manifest.no_effect is None, "nobody has checked its weights"
+
+
+def test_no_request_waits_for_a_hash_where_no_adapter_has_files(disk_server, monkeypatch):
+    driver, go = disk_server(knows=False), threading.Event()
+    monkeypatch.setattr(adapter_contents, "with_content", lambda manifest: go.wait(60) and None)
+    try:
+        assert ask(driver, 0, "r2-qv", PROMPT)[1] == 0
+    finally:
+        go.set()
+
+
+def test_a_remembered_hash_is_not_that_of_a_file_that_has_changed(gqa, disk_server, tmp_path):
+    """As many bytes, of the same time."""
+    own = tmp_path / "own"
+    shutil.copytree(gqa.adapters["r2-qv"], own)
+    leave_files(disk_server, ["own"], adapters={"own": own})
+    weights = own / "adapter_model.safetensors"
+    before, data = weights.stat(), bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert ask(disk_server({"own": own}, knows=False), 0, "own", PROMPT)[1] == 0
+    leave_files(disk_server, ["own"], adapters={"own": own})
+    config = json.loads((own / "adapter_config.json").read_text())
+    (own / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * 2}))
+    assert ask(disk_server({"own": own}, knows=False), 0, "own", PROMPT)[1] == 0
+
+
 def test_deleting_an_adapter_removes_its_blocks_from_files(disk_server):
     driver = disk_server()
     ask(driver, 0, "r2-qv", PROMPT)
@@ -357,7 +429,7 @@ def test_a_read_costs_what_its_thread_took_however_late_a_step_notices(disk_serv
         return read(file, make)
 
     def late_advance():
-        if disk.is_reading and all(each.done() for each in disk.reads):
+        if disk.is_busy and all(each.done() for each in disk.reads):
             now[0] += 1000.0
         advance()
 
@@ -604,3 +676,132 @@ def test_one_order_covers_what_all_three_keep(gqa, drive):
     assert budget.num_bytes == total > 0
     budget.make_room(budget.capacity_bytes)
     assert driver.engine.host.num_bytes == 0
+
+
+class SteppingPool:
+    """Runs one call after each step of an engine: a disk that is as fast as that."""
+
+    def __init__(self):
+        self.calls, self.is_dead = deque(), False
+
+    def submit(self, function, /, *arguments):
+        future = Future()
+        self.calls.append((future, function, arguments))
+        return future
+
+    def step(self):
+        if self.calls and not self.is_dead:
+            future, function, arguments = self.calls.popleft()
+            future.set_result(function(*arguments))
+
+    def wait(self, futures, timeout):
+        self.step()
+
+    def shutdown(self):
+        self.is_dead = True
+
+
+NUM_PROMPTS, PROMPT_BLOCKS = 12, 20
+
+
+@pytest.fixture
+def rounds_server(gqa, drive, tmp_path, monkeypatch):
+    """A server whose host memory holds two prompts, and whose queue of blocks to be written a quarter of one. Its disk
+    writes five blocks in a step, and a prompt is computed in one.
+    """
+    monkeypatch.setattr(writer, "TURN_BLOCKS", 5)
+
+    def make():
+        def options(page_bytes):
+            return {
+                **LIMITS,
+                "max_num_batched_tokens": 96,
+                "num_pages": 2 + 26,
+                "host_cache_bytes": 2 * PROMPT_BLOCKS * page_bytes,
+                "kv_cache_dir": tmp_path / "kv",
+                "kv_cache_disk_bytes": 1 << 26,
+                "speculation": "off",
+            }
+
+        page_bytes = drive(gqa, adapters={}, **LIMITS).engine.executor.layout.page_bytes
+        driver = drive(gqa, adapters={}, **options(page_bytes))
+        driver.engine.disk.writer.pool = SteppingPool()
+        always_copy(driver.engine)
+        driver.engine.costs.prefix_page = 1e6  # no read is given up
+        return driver
+
+    return make
+
+
+def ask_round(driver, prompts, together):
+    """Ask all prompts, and return how many were found whole."""
+    names = [f"{len(driver.answers) + at}" for at in range(len(prompts))]
+    groups = (
+        [list(zip(names, prompts, strict=True))] if together else [[each] for each in zip(names, prompts, strict=True)]
+    )
+    for group in groups:
+        for name, prompt in group:
+            driver.add(name, None, prompt, max_tokens=4)
+        while driver.engine.has_work():
+            driver.step()
+            driver.engine.disk.writer.pool.step()
+    whole = 4 * PROMPT_BLOCKS
+    return sum(driver.answers[name].num_cached_tokens >= whole for name in names)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_prompts_that_host_memory_can_t_hold_are_found_in_files(rounds_server, together):
+    """2 of 12 were: the beginnings of prompts were lost, and so was what came after them; and of requests that wait at
+    the same time those were computed that found no room for their blocks when they came.
+    """
+    prompts = prompts_of(seed=8, count=NUM_PROMPTS, length=4 * PROMPT_BLOCKS + 2)
+    first = rounds_server()
+    assert ask_round(first, prompts, together=False) == 0
+    first.engine.disk.is_closed = first.engine.disk.writer.pool.is_dead = True  # killed
+    second = rounds_server()
+    assert ask_round(second, prompts, together) >= NUM_PROMPTS - 1, "the last one was in the pool"
+    assert ask_round(second, prompts, together) >= NUM_PROMPTS - 1
+    assert second.engine.stats().num_disk_failures == 0
+
+
+def test_of_a_prompt_that_host_memory_can_t_hold_the_beginning_is_read(disk_server):
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    page_bytes = first.engine.executor.layout.page_bytes
+    second = disk_server({}, host_cache_bytes=7 * page_bytes)
+    assert 4 * 5 <= ask(second, 0, None, PROMPT)[1] <= 4 * 7
+
+
+def test_a_block_that_waits_to_be_written_is_found_though_it_left_host_memory(disk_server):
+    driver = disk_server()
+    pool = driver.engine.disk.writer.pool = SteppingPool()
+    ask(driver, 0, None, PROMPT)
+    driver.engine.reclaimer.reclaim_all()
+    budget = driver.engine.store.images.budget
+    budget.make_room(budget.capacity_bytes)
+    assert driver.engine.host.num_bytes == 0 and pool.calls
+    assert ask(driver, 0, None, PROMPT)[1] == 48
+    assert driver.engine.stats().disk_bytes_read == 0
+
+
+def test_a_server_that_is_idle_tells_the_size_that_others_have_left(disk_server):
+    """It had told what it saw when it last wrote; of several servers the largest size counts."""
+    first, second = disk_server(), disk_server()
+
+    def told(size):
+        for _ in range(500):
+            if second.engine.stats().disk_bytes == size:
+                return True
+            second.engine.disk._looked -= 1.0  # noqa: SLF001
+            time.sleep(0.01)
+        return False
+
+    ask(first, 0, None, PROMPT)
+    first.engine.reclaimer.reclaim_all()
+    settle(first.engine)
+    assert first.engine.stats().disk_bytes > 0
+    assert told(first.engine.stats().disk_bytes)
+    first.engine.reset_prefix_cache()
+    settle(first.engine)
+    assert told(0)

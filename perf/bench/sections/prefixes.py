@@ -10,6 +10,9 @@ serves each prompt once: with the system's copies of the files in memory, and dr
 both engines begin as they would be after each prompt was served once, the first one by the files that are there.
 "nothing" is the rate of prompts that have nothing in common, in turns with the tiers and without.
 
+"rounds" are prompts that host memory can hold two of, asked twice: one after another, or all at once. Then an engine
+begins with the files of the one that was killed after the first round, and is asked them once more.
+
 Tests: tests/perf/bench/test_prefixes.py
 """
 
@@ -52,6 +55,12 @@ MOST_HOST, MOST_FILES = 0.15, 0.3
 
 MOST_BESIDE = 1.2
 """Goal: p99 between two tokens of decoding sequences with the tiers, over that without."""
+
+ROUND_PROMPTS, ROUND_POOL, ROUND_HOST, ROUND_FILES = 12, 1.4, 2.6, 43
+"""Prompts of a round; and of those, how many the page pool, host memory and the files have room for."""
+
+LEAST_HITS = 11 / 12
+"""Goal: share of prompts of a round that are found; the last one of an engine that was killed was in its pool alone."""
 
 LEAST_RATE = 0.99
 """Goal: tokens per second with nothing to reuse, over that without tiers."""
@@ -103,6 +112,8 @@ def run(context: Context) -> dict[str, Any]:
             study.beside(found)
         with context.row(found, "nothing to reuse"):
             study.nothing(found)
+        with context.row(found, "rounds of more prompts than host memory holds"):
+            study.rounds(found)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -244,6 +255,64 @@ class _Study:
                 rates[tiers].append(self._load.num_fresh * self._load.prompt_tokens / (time.perf_counter() - began))
         found["nothing"] = {"with": median(rates[True]), "without": median(rates[False])}
 
+    def rounds(self, found: dict[str, Any]) -> None:
+        """Prompts are found whole or not at all: without its beginning nothing of a prompt is."""
+        draw, tokens = random.Random(self._context.seed), self._load.prompt_tokens
+        prompts = [[draw.randrange(3, self._vocab) for _ in range(tokens)] for _ in range(ROUND_PROMPTS)]
+        found["rounds"] = []
+        for way in ("one after another", "at once"):
+            folder = self._folder.with_name("rounds")
+            shutil.rmtree(folder, ignore_errors=True)
+            with self._rounds_engine(folder) as subject:
+                _, computed = self._ask(subject, prompts, "one after another")
+                if self._context.smoke:  # so small a model computes a prompt sooner than any disk writes it
+                    self._settle(subject)
+                assert subject.engine.disk is not None
+                subject.engine.disk.is_closed = True  # as if killed
+            row = {"asked": way, "computed": computed}
+            with self._rounds_engine(folder) as subject:
+                row["killed"], row["killed_seconds"] = self._ask(subject, prompts, way)
+                row["again"], row["again_seconds"] = self._ask(subject, prompts, way)
+            found["rounds"].append(row)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def _rounds_engine(self, folder: Path) -> Iterator[Subject]:
+        tokens = self._load.prompt_tokens + 2 * ANSWER
+        page = self._context.size.geometry.page_layout(self._context.kv_itemsize)
+        prompt_pages = page.pages_for_tokens(tokens)
+        fields: dict[str, Any] = {
+            "prefix_cache": True,
+            "num_pages": 2 + int(ROUND_POOL * prompt_pages),
+            "memory_bytes": None,
+            "host_cache_bytes": int(ROUND_HOST * prompt_pages * page.page_bytes),
+            "kv_cache_dir": folder,
+            "kv_cache_disk_bytes": max(1 << 20, ROUND_FILES * prompt_pages * page.page_bytes),
+        }
+        with Subject(self._context, {}, max_seqs=2, max_batched=tokens, max_len=tokens, **fields) as subject:
+            if self._context.smoke:  # times mean nothing
+                costs = RestoreCosts(prefix_page=1e6)
+                engine = subject.engine
+                assert engine.disk is not None and engine.host is not None
+                engine.memory.copies.costs = engine.disk.costs = engine.host.costs = costs
+            yield subject
+
+    def _ask(self, subject: Subject, prompts: Sequence[Sequence[int]], way: str) -> tuple[float, float]:
+        """The share of prompts whose blocks were found, and seconds."""
+        params = RequestParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+        requests = [
+            Request(f"{self._draw.getrandbits(64):x}", [*prompt, self._draw.randrange(3, self._vocab)], params)
+            for prompt in prompts
+        ]
+        began = time.perf_counter()
+        for request in requests:
+            subject.engine.add_request(request)
+            if way == "one after another":
+                subject.finish()
+        subject.finish()
+        hits = sum(2 * request.num_cached_tokens > request.num_prompt_tokens for request in requests)
+        return hits / len(requests), time.perf_counter() - began
+
     def _settle(self, subject: Subject) -> None:
         """Have what left host memory written."""
         if subject.engine.disk is not None:
@@ -288,6 +357,9 @@ def goals(values: dict[str, Any]) -> list[Goal]:
         )
     if nothing := values.get("nothing"):
         found.append(Goal("rate with nothing to reuse", nothing["with"] / nothing["without"], LEAST_RATE))
+    for row in values.get("rounds", ()):
+        for when, about in (("killed", "after the engine was killed"), ("again", "asked again")):
+            found.append(Goal(f"share of prompts found, {row['asked']}, {about}", row[when], LEAST_HITS))
     return found
 
 
@@ -308,6 +380,13 @@ def tables(values: dict[str, Any]) -> list[Table]:
     if nothing := values.get("nothing"):
         rates = {"prompt tokens/s with tiers": "with", "without": "without"}
         found.append(rows_table("(w) nothing to reuse", rates, [nothing]))
+    if rounds := values.get("rounds"):
+        columns = {"asked": "asked", "found after a kill": "killed", "found again": "again"}
+        columns |= {
+            f"{name}, s": f"{name}_seconds" if name != "computed" else name for name in ("computed", "killed", "again")
+        }
+        first = f"(w) rounds of {ROUND_PROMPTS} prompts, of which host memory holds {ROUND_HOST}"
+        found.append(rows_table(first, columns, rounds))
     if (ratio := values.get("read_over_needed")) is not None:
         found.append(rows_table("(w) files", {"bytes read over needed": "r"}, [{"r": ratio}]))
     return found

@@ -34,6 +34,13 @@ def test_an_engine_reads_what_it_needs(values):
     assert values["read_over_needed"] == pytest.approx(1.0, abs=0.05)
 
 
+def test_prompts_that_host_memory_can_t_hold_are_found(values):
+    rows = {row["asked"]: row for row in values["rounds"]}
+    assert set(rows) == {"one after another", "at once"}
+    for row in rows.values():
+        assert min(row["killed"], row["again"]) >= prefixes.LEAST_HITS, row
+
+
 def test_goals_and_tables_tell_what_was_measured(values):
     assert len(prefixes.goals(values)) >= 3
     assert all(table.rows for table in prefixes.tables(values))

@@ -6,6 +6,7 @@ import pytest
 
 from chorus.memory.disk.folder import BlockFile, BlockFolder, SealedBlock
 from chorus.server.cli.command import main
+from chorus.server.machine_faults import size_text
 
 
 @pytest.fixture
@@ -39,3 +40,22 @@ def test_another_folder_is_left_alone(tmp_path, capsys):
 def test_no_hash_of_an_adapter_is_refused(folder, capsys):
     assert main(["kv-cache", folder.root, "--remove-adapter", "../x"]) == 1
     assert "content hash" in capsys.readouterr().err
+
+
+def test_it_shows_units_adapters_and_the_limit(folder, capsys):
+    composed = f"{'c' * 64}.{'d' * 16}"
+    block = SealedBlock((0,), 0, 0, [bytes(8)])
+    assert folder.write(BlockFile(composed, folder.tenant("mine"), "00"), block, [memoryview(bytes(8))])
+    assert main(["kv-cache", folder.root]) == 0
+    first, head, *rows = capsys.readouterr().out.splitlines()
+    assert first == f"{size_text(folder.num_bytes)} of 1 MiB in {folder.root}"
+    assert head.split() == ["CONTENT", "BLOCKS", "SIZE", "TENANTS", "LAST", "USED"]
+    assert [row.split()[0] for row in rows] == ["aa", "base", f"{'c' * 12}+{'d' * 12}"]
+    size = size_text(folder.num_bytes * 2 // 5)
+    assert rows[0].split()[1:5] == ["2", *size.split(), "2"]
+    assert folder.told_limit == 1 << 20, "the command has no limit of its own"
+
+
+def test_an_empty_folder_has_no_rows(folder, capsys):
+    assert main(["kv-cache", folder.root, "--remove-all"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["removed 4 blocks", f"{size_text(0)} of 1 MiB in {folder.root}"]
