@@ -17,9 +17,11 @@ SAFE_PATH = "PYTHONSAFEPATH"
 """The environment's variable that does what `-P` does, for interpreters that a library starts."""
 
 
-def python_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command line that runs a module: `python -m` alone would import from the current directory first."""
-    return [python, "-P", "-m", module, *arguments]
+def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
+    """The command line that runs a module: `python -m` alone would import from the current directory first. python:
+    this interpreter, unless told.
+    """
+    return [python or sys.executable, "-P", "-m", module, *arguments]
 
 
 def spawn_context() -> SpawnContext:
