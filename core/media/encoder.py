@@ -1,7 +1,7 @@
 """Encodes the images of waiting requests on a thread of its own.
 
-A request waits here for its own images alone; no step waits. Tenants take turns. The thread, and the threads of torch
-that it starts, run at a low priority. Rows for the next use of an image: see `RowCache`.
+A request waits here for its own images alone; no step waits. Tenants take turns, an image each. The thread, and the
+threads of torch that it starts, run at a low priority. Rows for the next use of an image: see `RowCache`.
 
 Tests: tests/core/media/test_encoder.py, tests/core/media/test_served_images.py
 """
@@ -14,12 +14,14 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ...memory.files.error import AdapterFormatError, LoadFailure
+from ...memory.files.given_up import GivenUp, wanted_while
 from ..requests.media import MediaItem
 from .apart import work_apart
 from .images import BadImage
@@ -54,6 +56,16 @@ class Encoded(NamedTuple):
     """The rows that it got, for others."""
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A request of which some images are encoded."""
+
+    changes: Callable[[], TowerChanges | None]
+    """Of its adapter, read once."""
+    lent: list[torch.Tensor] = field(default_factory=list)
+    used: list[tuple[RowsKey, Rows]] = field(default_factory=list)
+
+
 class ImageEncoder:
     """See the module. All methods but those of the thread are called by the engine's thread."""
 
@@ -74,7 +86,7 @@ class ImageEncoder:
         self._maker: RowMaker | None = None
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[Request]] = OrderedDict()  # by tenant; the first one is next
-        self._cancelled: set[str] = set()
+        self._begun: OrderedDict[str, _Begun] = OrderedDict()  # by request, those begun first first
         self._done: deque[Encoded] = deque()
         self._pending: dict[str, Request] = {}
         self._closed = False
@@ -132,12 +144,19 @@ class ImageEncoder:
         """Forget a waiting request; None if there is none."""
         with self._changed:
             request = self._pending.pop(request_id, None)
-            tenant = self._waiting.get(request.fairness_key) if request is not None else None
-            if request is not None and tenant is not None and request in tenant:
-                tenant.remove(request)
-                if not tenant:
-                    del self._waiting[request.fairness_key]
+            if request is not None and self._has_left(request):
+                self._begun.pop(request_id, None)
         return request
+
+    def _has_left(self, request: Request) -> bool:
+        """Take a request out of the queue; False if it is not there. The caller holds the lock."""
+        requests = self._waiting.get(request.fairness_key)
+        if requests is None or request not in requests:
+            return False
+        requests.remove(request)
+        if not requests:
+            del self._waiting[request.fairness_key]
+        return True
 
     def close(self) -> None:
         """End the thread after the image that it is encoding."""
@@ -155,12 +174,14 @@ class ImageEncoder:
             pass
 
     def _turn(self) -> bool:
-        """Encode the next request's images; False at the end. Nothing of it is kept while waiting for another."""
+        """Encode an image of the next request; False at the end. Nothing of it is kept while waiting for another."""
         if (request := self._next()) is None:
             return False
-        done = Encoded(request, used=(used := list[tuple[RowsKey, Rows]]()))
+        begun = self._begun.setdefault(request.id, _Begun(cache(partial(self._changes, request))))
+        done = Encoded(request, used=(used := begun.used))
         try:
-            self._encode(request, used)
+            if not self._encode(request, begun) and self._goes_on(request):
+                return True
         except AdapterFormatError as error:
             done = Encoded(request, str(error), error.failure, used)
         except BadImage as error:
@@ -168,6 +189,7 @@ class ImageEncoder:
         except Exception as error:
             logger.exception("encoding the images of %s failed", request.id)
             done = Encoded(request, f"its images could not be encoded: {type(error).__name__}: {error}", used=used)
+        self._begun.pop(request.id, None)
         self._done.append(done)
         self._wake()
         return True
@@ -179,27 +201,42 @@ class ImageEncoder:
                 self._changed.wait()
             if self._closed:
                 return None
+            if self._begun and sum(list(self._live.values())) > self._bytes:
+                # others would hold rows, too, and could not be computed before they have all
+                request = self._pending[next(iter(self._begun))]
+                self._has_left(request)
+                return request
             tenant, requests = self._waiting.popitem(last=False)
             request = requests.popleft()
             if requests:
                 self._waiting[tenant] = requests
             return request
 
-    def _encode(self, request: Request, used: list[tuple[RowsKey, Rows]]) -> None:
-        """Give a request its rows, unless it is cancelled, and add them to `used`."""
-        lent = list[torch.Tensor]()
-        changes = cache(partial(self._changes, request))
-        for item in request.media:
+    def _goes_on(self, request: Request) -> bool:
+        """Have a request wait for its tenant's next turn, at the head; False if it is cancelled."""
+        with self._changed:
+            if self._pending.get(request.id) is not request:
+                return False
+            self._waiting.setdefault(request.fairness_key, deque()).appendleft(request)
+            self._waiting.move_to_end(request.fairness_key)
+            return True
+
+    def _encode(self, request: Request, begun: _Begun) -> bool:
+        """Encode the next of a request's images that has no rows yet; True if all have, or the request is cancelled."""
+        for at, item in enumerate(request.media[len(begun.lent) :], len(begun.lent) + 1):
             if request.id not in self._pending:
-                return
+                return True
             key = self._key(request, item)
-            if (found := self._found(key)) is not None:
+            if is_known := (found := self._found(key)) is not None:
                 self.num_found += 1
-            elif (found := self._rows(request, item, changes, sum(each.nbytes for each in lent))) is None:
-                return
-            lent.append(self._lend(key, found))
-            used.append((key, found))
-        request.media_rows[:] = lent
+            elif (found := self._rows(request, item, begun.changes)) is None:
+                return True
+            begun.lent.append(self._lend(key, found))
+            begun.used.append((key, found))
+            if not is_known and at < len(request.media):
+                return False
+        request.media_rows[:] = begun.lent
+        return True
 
     def _key(self, request: Request, item: MediaItem) -> RowsKey:
         tenant = "" if self._share else request.tenant
@@ -216,22 +253,24 @@ class ImageEncoder:
             return None
         return self._maker_now().changes(request.bound)
 
-    def _rows(
-        self, request: Request, item: MediaItem, changes: Callable[[], TowerChanges | None], own_bytes: int
-    ) -> Rows | None:
-        """An image's rows; None if the request was cancelled. own_bytes: of the request's other rows."""
+    def _rows(self, request: Request, item: MediaItem, changes: Callable[[], TowerChanges | None]) -> Rows | None:
+        """An image's rows; None if the request was cancelled."""
         maker = self._maker_now()
         changed = changes()
-        self._wait_for_room(request, own_bytes)
+        self._wait_for_room(request)
         began = time.perf_counter()
-        prepared = maker.prepare(item)
+        try:
+            with wanted_while(lambda: request.id in self._pending and not self._closed):
+                prepared = maker.prepare(item)
+        except GivenUp:
+            return None
         if prepared.digest != item.digest:
             raise RuntimeError("the image was prepared otherwise where the request came in; run equal versions")
         pixels = sum(each.nbytes for each in prepared.tensors.values() if isinstance(each, torch.Tensor))
         number = self._count(pixels)
         seconds = time.perf_counter() - began
         try:
-            self._wait_for_room(request, own_bytes + pixels)
+            self._wait_for_room(request, pixels)
             if request.id not in self._pending:
                 return None
             began = time.perf_counter()
@@ -267,13 +306,14 @@ class ImageEncoder:
         self._live[self._numbers] = size
         return self._numbers
 
-    def _wait_for_room(self, request: Request, own_bytes: int) -> None:
-        """Wait while other requests hold more rows than they may.
+    def _wait_for_room(self, request: Request, pixels: int = 0) -> None:
+        """Wait while requests that have all of their rows, so that they run and end, hold more than they may.
 
-        own_bytes: of the request's own rows so far, and of pixels. Others have all of theirs, so they run and end.
+        pixels: bytes of the image's own.
         """
         while request.id in self._pending and not self._closed:
             held = sum(list(self._live.values()))
-            if held <= self._bytes or held <= own_bytes:
+            begun = {id(rows): rows.nbytes for each in list(self._begun.values()) for rows in each.lent}
+            if held <= self._bytes or held <= pixels + sum(begun.values()):
                 return
             time.sleep(_MEMORY_CHECK_SECONDS)

@@ -9,17 +9,20 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..model.read_config import read_model_config
-from .images import BACKEND, BadImage, open_image
+from .decoder import image_decoder
+from .images import BACKEND, BadImage, Check
 from .places import ImagePlaces
-from .settings import ImageSettings, TokenLimit
+from .settings import DETAIL, LOW, LOW_SIDE, ImageSettings, TokenLimit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -93,32 +96,44 @@ class ImageProcessor:
         return type(self._images).__name__
 
     def of_file(self, data: bytes, settings: Mapping[str, Any] | None = None) -> Prepared:
-        """Prepare the image of a file. settings: a request's, or an item's. Raises BadImage."""
-        return self.of_image(open_image(data, self._check_size(dict(settings or {}))), settings)
+        """Prepare the image of a file. settings: a request's, or an item's; `DETAIL` is none of the processor's.
 
-    def of_image(self, image: Image, settings: Mapping[str, Any] | None = None) -> Prepared:
-        """Prepare an image in RGB. Raises BadImage for one that the model's processor refuses."""
+        Raises BadImage, and GivenUp: see `ImageDecoder`.
+        """
+        own = dict(settings or {})
+        most_side = LOW_SIDE if own.pop(DETAIL, None) == LOW else None
+        pixels = image_decoder().decode(data, self._check_size(own, most_side), most_side)
+        found = self.of_image(pixels, own)
+        return found if most_side is None else replace(found, settings={**found.settings, DETAIL: LOW})
+
+    def of_image(self, image: Image | np.ndarray, settings: Mapping[str, Any] | None = None) -> Prepared:
+        """Prepare an image in RGB, or its pixels, `[height, width, 3]` uint8.
+
+        Raises BadImage for one that the model's processor refuses.
+        """
         limit, own = self._limit, dict(settings or {})
+        pixels = image if isinstance(image, np.ndarray) else np.array(image)
         if limit is None:
-            return self._of_image(image, own)
-        found = self._of_image(image, limit.fitted(image.size, own))
+            return self._of_pixels(pixels, own)
+        size = size_of(pixels)
+        found = self._of_pixels(pixels, limit.fitted(size, own))
         if found.num_rows > limit.most:  # more than its size told
-            smaller = self.settings.smaller(found.settings, lambda each: self._fits(image, each, limit.most))
+            smaller = self.settings.smaller(found.settings, lambda each: self._fits(pixels, each, limit.most))
             if smaller is None:
-                raise limit.refusal(image.size, str(found.num_rows))
-            found = self._of_image(image, smaller)
+                raise limit.refusal(size, str(found.num_rows))
+            found = self._of_pixels(pixels, smaller)
         return found
 
-    def _fits(self, image: Image, settings: Mapping[str, Any], most: int) -> bool:
+    def _fits(self, pixels: np.ndarray, settings: Mapping[str, Any], most: int) -> bool:
         try:
-            return self._of_image(image, dict(settings)).num_rows <= most
+            return self._of_pixels(pixels, dict(settings)).num_rows <= most
         except BadImage:
             return False
 
-    def _check_size(self, settings: dict[str, Any]) -> Callable[[tuple[int, int]], object] | None:
-        """What refuses an image by its size, before it is decoded."""
+    def _check_size(self, settings: dict[str, Any], most_side: int | None) -> Check | None:
+        """What refuses an image by its size, before it is decoded. most_side: one that is reduced is checked later."""
         limit = self._limit
-        return None if limit is None else lambda size: limit.fitted(size, settings)
+        return None if limit is None or most_side is not None else lambda size: limit.fitted(size, settings)
 
     def count(self, size: tuple[int, int], settings: Mapping[str, Any]) -> int | None:
         """At most so many rows has an image of a width and height; None: the model's processors can't tell."""
@@ -131,13 +146,15 @@ class ImageProcessor:
         except Exception:  # a processor without these, or a size that it refuses
             return None
 
-    def _of_image(self, image: Image, settings: dict[str, Any]) -> Prepared:
+    def _of_pixels(self, pixels: np.ndarray, settings: dict[str, Any]) -> Prepared:
         import torch
 
-        size = f"{image.size[0]} x {image.size[1]}"
+        size = "{} x {}".format(*size_of(pixels))
         try:
+            image = torch.from_numpy(pixels).permute(2, 0, 1)
+            arguments = {**self._arguments, **settings, "input_data_format": "channels_first"}
             with torch.inference_mode():
-                found, (text,) = self._prepare([[image]], **{**self._arguments, **settings})
+                found, (text,) = self._prepare([[image]], **arguments)
         except Exception as error:  # processors raise what they like about sizes that they don't take
             reason = " ".join(str(error).split())[:200]
             raise BadImage(f"of {size} pixels is refused by the model's image processor: {reason}") from None
@@ -148,7 +165,7 @@ class ImageProcessor:
             raise BadImage(
                 f"of {size} pixels makes {num_rows} tokens, and at least {least} are needed; send a larger one"
             )
-        grid, digest = self.grid(found, num_rows), self.digest(image, settings)
+        grid, digest = self.grid(found, num_rows), self.digest(pixels, settings)
         return Prepared(digest, text, num_rows, dict(found), grid, settings, marks if len(self._rows) > 1 else ())
 
     def _places_of_images(self, has_texts: bool) -> ImagePlaces:
@@ -186,11 +203,16 @@ class ImageProcessor:
         beside = {each.name: merged[each.name] for each in own if each.kind != each.VAR_KEYWORD and each.name in merged}
         return {**beside, **merged["images_kwargs"]}
 
-    def digest(self, image: Image, settings: Mapping[str, Any] | None = None) -> str:
+    def digest(self, pixels: np.ndarray, settings: Mapping[str, Any] | None = None) -> str:
         """Of an image's pixels, and of all that decides what the encoder is given of them."""
         found = hashlib.blake2b(self._settings, digest_size=16)
         if settings:
             found.update(json.dumps(settings, sort_keys=True).encode())
-        found.update(f"\n{image.size}\n".encode())
-        found.update(image.tobytes())
+        found.update(f"\n{size_of(pixels)}\n".encode())
+        found.update(np.ascontiguousarray(pixels).data)
         return found.hexdigest()
+
+
+def size_of(pixels: np.ndarray) -> tuple[int, int]:
+    """Width and height of `[height, width, 3]`."""
+    return pixels.shape[1], pixels.shape[0]

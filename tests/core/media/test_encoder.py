@@ -99,6 +99,50 @@ def test_tenants_take_turns(driven: Make) -> None:
     assert not it.encoder.has_work()
 
 
+def test_a_turn_is_an_image(driven: Make) -> None:
+    """A request of many images keeps no other tenant's waiting for all of them."""
+    it = driven()
+    it.encoder.submit(request("many", "a0", "a1", "a2", "a0", tenant="a"))
+    it.encoder.submit(request("later", "a3", tenant="a"))
+    assert it.maker.began.wait(60)
+    it.encoder.submit(request("b", "b0", "b1", tenant="b"))
+    it.maker.may_go.set()
+    done = [one.request for one in it.wait(3)]
+    assert it.maker.encoded == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    assert [one.id for one in done] == ["b", "many", "later"] and [len(one.media_rows) for one in done] == [2, 4, 1]
+
+
+def test_a_request_that_was_begun_ends_before_others_begin_beyond_the_limit(driven: Make) -> None:
+    """Rows of requests that have not all of theirs would fill the room that none can leave."""
+    it = driven(num_bytes=40)
+    it.encoder.submit(request("a", *(f"a{each}" for each in range(4)), tenant="a"))
+    assert it.maker.began.wait(60)
+    for tenant in "bc":
+        it.encoder.submit(request(tenant, *(f"{tenant}{each}" for each in range(4)), tenant=tenant))
+    it.maker.may_go.set()
+    for tenant in "abc":
+        (one,) = it.wait(1)
+        assert one.request.id == tenant and len(one.request.media_rows) == 4 and one.error is None
+        one.request.media_rows.clear()
+        del one
+        gc.collect()
+    assert it.maker.encoded[:5] in (["a0", "b0", "a1", "a2", "a3"], ["a0", "a1", "a2", "a3", "b0"])
+
+
+def test_a_request_between_its_turns_is_cancelled(driven: Make) -> None:
+    it = driven()
+    it.encoder.submit(request("many", "a0", "a1", tenant="a"))
+    assert it.maker.began.wait(60)
+    it.encoder.submit(request("b", "b0", tenant="b"))
+    may_go, it.maker.may_go = it.maker.may_go, threading.Event()
+    it.maker.began.clear()
+    may_go.set()
+    assert it.maker.began.wait(60), "b's, and the other waits for its second turn"
+    assert it.encoder.cancel("many") is not None and not it.encoder._begun.keys() - {"b"}  # noqa: SLF001
+    it.maker.may_go.set()
+    assert [one.request.id for one in it.wait(1)] == ["b"] and it.maker.encoded == ["a0", "b0"]
+
+
 def test_rows_are_shared_by_scope_alone(driven: Make) -> None:
     it = driven()
     it.maker.may_go.set()
