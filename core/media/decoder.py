@@ -22,10 +22,15 @@ import numpy as np
 from ...memory.files.given_up import check_wanted
 from ...memory.host.child_python import python_command
 from ...memory.host.daemon_pool import DaemonPool
-from .images import MAX_PIXELS, BadImage, Check, check_size, check_turned, strips
+from .images import MAX_PIXELS, BadImage, Check, check_size, strips
 
 WALL_SECONDS = 120.0
 """Until a process that is silent is killed, however busy the machine; its own limit is of a processor's time."""
+
+THREADS = 3
+"""A tenant may have an image here while requests come in, and another one that the encoder waits for: then a third is
+left to others.
+"""
 
 _LOOK_SECONDS = 0.05
 
@@ -44,7 +49,10 @@ class ImageDecoder:
         return None if self._process is None else self._process.pid
 
     def decode(self, data: bytes, check: Check | None = None, most_side: int | None = None) -> np.ndarray:
-        """The pixels of `open_image`, `[height, width, 3]` uint8. Raises GivenUp if nobody waits for it any longer."""
+        """The pixels of `open_image`, `[height, width, 3]` uint8. Raises GivenUp if nobody waits for it any longer.
+
+        check: called with the width and height of the header, and may raise BadImage.
+        """
         check_size(len(data))
         with self._lock:
             try:
@@ -54,6 +62,9 @@ class ImageDecoder:
             except BaseException:
                 self.close()
                 raise
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the process; another image starts a new one."""
@@ -69,7 +80,7 @@ class ImageDecoder:
         size = self._size(link)
         try:
             if check is not None:
-                check_turned(size, check)
+                check(size)
         except BadImage:
             link.send_bytes(b"false")
             raise
@@ -100,6 +111,7 @@ class ImageDecoder:
             raise BadImage(answer["refused"])
         width, height = answer["size"]
         if not 0 < width * height <= MAX_PIXELS:
+            self.close()  # pixels would follow
             raise BadImage(f"has {width} x {height} pixels, at most {MAX_PIXELS} are taken; send a smaller image")
         return width, height
 
@@ -135,19 +147,23 @@ class ImageDecoder:
         return RuntimeError(f"the process that decodes images ended with {code}; its messages are above")
 
 
-@cache
+_own = threading.local()
+
+
 def image_decoder() -> ImageDecoder:
-    """This process's."""
-    return ImageDecoder()
+    """This thread's, which ends with it."""
+    if not hasattr(_own, "decoder"):
+        _own.decoder = ImageDecoder()
+    return _own.decoder
 
 
 @cache
-def image_thread() -> DaemonPool:
-    """The thread that prepares images: one at a time in a process, since each may take hundreds of megabytes."""
+def image_threads() -> DaemonPool:
+    """The threads of this process that prepare images."""
 
     def let_steps_go_first() -> None:
         from .apart import work_apart  # torch: with the first image alone
 
         work_apart(1)
 
-    return DaemonPool("images", 1, initializer=let_steps_go_first)
+    return DaemonPool("images", THREADS, initializer=let_steps_go_first)

