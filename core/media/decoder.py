@@ -49,7 +49,7 @@ class ImageDecoder:
         return None if self._process is None else self._process.pid
 
     def decode(self, data: bytes, check: Check | None = None, most_side: int | None = None) -> np.ndarray:
-        """The pixels of `open_image`, `[height, width, 3]` uint8. Raises GivenUp if nobody waits for it any longer.
+        """The pixels of `open_image`, `[3, height, width]` uint8. Raises GivenUp if nobody waits for it any longer.
 
         check: called with the width and height of the header, and may raise BadImage.
         """
@@ -117,9 +117,10 @@ class ImageDecoder:
 
     def _pixels(self, link: Connection, size: tuple[int, int]) -> np.ndarray:
         width, height = size
-        found = np.empty((height, width, 3), np.uint8)
+        found = np.empty((3, height, width), np.uint8)
         for _, top, _, bottom in strips(size):
-            found[top:bottom] = np.frombuffer(self._received(link), np.uint8).reshape(-1, width, 3)
+            rows = np.frombuffer(self._received(link), np.uint8)
+            found[:, top:bottom] = rows.reshape(-1, width, 3).transpose(2, 0, 1)
         return found
 
     def _received(self, link: Connection) -> bytes:

@@ -40,7 +40,7 @@ ATTACKS: dict[str, Callable[[], list[bytes]]] = {
     "256 empty scans of 50 million pixels": lambda: [image_bombs.jpeg_of_scans(240)] * 16,
     "a tile of 46,000 x 46,000": lambda: [image_bombs.tiff_of_one_tile()] * 3,
     "64 tiles of the same bytes": lambda: [image_bombs.tiff_of_one_blob()] * 16,
-    "9 million runs": lambda: [image_bombs.bitmap_of_runs()] * 2,
+    "3 million runs": lambda: [image_bombs.bitmap_of_runs(1700)] * 4,
     "32 WebP of 50 million pixels": lambda: [image_bombs.large_webp(each) for each in range(32)],
 }
 
@@ -65,7 +65,7 @@ def ask(server: LaunchedServer, tenant: str, path: str, files: Sequence[bytes], 
 
 def flood(server: LaunchedServer, files: Sequence[bytes], over: threading.Event) -> list[str]:
     """What the attacker is answered. Each request has as many files as a body may hold, 16 at most."""
-    room = max(1, min(16, (48 << 20) // max(map(len, files))))
+    room = max(1, min(16, (5 << 20) // max(map(len, files))))
     requests = [files[at : at + room] for at in range(0, len(files), room)]
 
     def one(path: str, part: Sequence[bytes], timeout: float) -> str:
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = Path(directory) / "keys"
         keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
         options = ["--model", str(tiny("smolvlm")), "--served-model-name", "base", "--threads", "1", "--device", "cpu"]
-        options += ["--memory-bytes", str(64 << 20), "--api-key-file", str(keys), "--max-body-bytes", str(64 << 20)]
+        options += ["--memory-bytes", str(64 << 20), "--api-key-file", str(keys)]
         with launched(options) as server:
             ask(server, "neighbour", "/v1/chat/completions", [small(0)], 120).raise_for_status()
             before = rss(server.pid)

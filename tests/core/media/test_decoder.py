@@ -47,11 +47,15 @@ def noise(size: tuple[int, int] = (70, 50), mode: str = "RGB") -> Any:
     return Image.fromarray(values.squeeze(), mode)
 
 
+def planes(image: Any) -> np.ndarray:
+    return np.asarray(image).transpose(2, 0, 1)
+
+
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_pixels_are_those_of_this_process(decoder: ImageDecoder, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = file_of(noise(mode="RGBA" if format in ("PNG", "WEBP") else "RGB"), format)
     found, own = decoder.decode(data), open_image(data)
-    assert np.array_equal(found, np.asarray(own))
+    assert np.array_equal(found, planes(own))
     monkeypatch.setattr(
         "chorus.core.media.images.STRIP_PIXELS", 3 * 70
     )  # strips of three rows, of which the last has two
@@ -75,7 +79,7 @@ def test_a_process_that_was_killed_is_replaced(decoder: ImageDecoder) -> None:
     assert decoder.pid is not None
     os.kill(decoder.pid, signal.SIGKILL)
     os.waitid(os.P_PID, decoder.pid, os.WEXITED | os.WNOWAIT)
-    assert decoder.decode(file_of(noise())).shape == (50, 70, 3)
+    assert decoder.decode(file_of(noise())).shape == (3, 50, 70)
 
 
 def test_the_check_of_a_size_comes_before_the_pixels(decoder: ImageDecoder) -> None:
@@ -89,13 +93,13 @@ def test_the_check_of_a_size_comes_before_the_pixels(decoder: ImageDecoder) -> N
     with pytest.raises(BadImage, match="is too wide"):
         decoder.decode(data, check)
     assert seen == [(70, 50)]
-    assert decoder.decode(file_of(noise())).shape == (50, 70, 3), "the process waits for the next"
+    assert decoder.decode(file_of(noise())).shape == (3, 50, 70), "the process waits for the next"
 
 
 def test_an_image_is_reduced_to_a_side(decoder: ImageDecoder) -> None:
-    assert decoder.decode(file_of(noise((700, 300))), most_side=512).shape == (219, 512, 3)
+    assert decoder.decode(file_of(noise((700, 300))), most_side=512).shape == (3, 219, 512)
     small = noise((60, 30))
-    assert np.array_equal(decoder.decode(file_of(small), most_side=512), np.asarray(small))
+    assert np.array_equal(decoder.decode(file_of(small), most_side=512), planes(small))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_a_file_that_takes_too_long_ends_the_process_alone(decoder: ImageDecoder
     with pytest.raises(BadImage, match="takes too long to decode for its pixels"):
         decoder.decode(image_bombs.bitmap_of_runs())
     assert decoder.pid is None
-    assert decoder.decode(file_of(noise())).shape == (50, 70, 3)
+    assert decoder.decode(file_of(noise())).shape == (3, 50, 70)
 
 
 def test_a_file_that_takes_too_much_memory_is_refused(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
