@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from .request_images import ImageText
+T = TypeVar("T")
 
 
 class Owner(NamedTuple):
@@ -21,7 +20,7 @@ class Owner(NamedTuple):
     """The request's `cache_salt`."""
 
 
-class KnownImages:
+class KnownImages(Generic[T]):
     """When it is full, the tenant with most images loses the one that it has not used for longest. Thread-safe."""
 
     def __init__(self, most: int) -> None:
@@ -29,13 +28,13 @@ class KnownImages:
         self._most = most
         self._size = 0
         self._lock = threading.Lock()
-        self._of: dict[str, OrderedDict[tuple[str, bytes], ImageText]] = {}  # by tenant
+        self._of: dict[str, OrderedDict[tuple[str, bytes], T]] = {}  # by tenant
 
     def count(self, tenant: str) -> int:
         """Images of a tenant that are known."""
         return len(self._of.get(tenant, ()))
 
-    def find(self, owner: Owner, key: bytes) -> ImageText | None:
+    def find(self, owner: Owner, key: bytes) -> T | None:
         """key: of the file and its settings."""
         with self._lock:
             own = self._of.get(owner.tenant, {})
@@ -43,7 +42,7 @@ class KnownImages:
                 own[owner.salt, key] = found  # the latest use last
             return found
 
-    def add(self, owner: Owner, key: bytes, image: ImageText) -> None:
+    def add(self, owner: Owner, key: bytes, image: T) -> None:
         with self._lock:
             own = self._of.setdefault(owner.tenant, OrderedDict())
             self._size += (owner.salt, key) not in own

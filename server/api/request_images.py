@@ -76,7 +76,7 @@ class RequestImages:
     ready: SharedLimit = field(default_factory=lambda: SharedLimit("bytes of prepared images", READY_BYTES))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _processor: ImageProcessor | None = None
-    _known: KnownImages = field(default_factory=lambda: KnownImages(MOST_KNOWN))
+    _known: KnownImages[ImageText] = field(default_factory=lambda: KnownImages(MOST_KNOWN))
     _turns: WeakValueDictionary[str, asyncio.Semaphore] = field(default_factory=WeakValueDictionary)
 
     async def prepared(

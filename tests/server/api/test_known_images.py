@@ -11,7 +11,7 @@ def image(name: str) -> ImageText:
 
 
 def test_an_image_is_known_to_who_sent_it_alone() -> None:
-    known = KnownImages(8)
+    known = KnownImages[ImageText](8)
     known.add(Owner("a", ""), b"x", image("x"))
     assert known.find(Owner("a", ""), b"x") == image("x")
     assert known.find(Owner("b", ""), b"x") is known.find(Owner("a", "salt"), b"x") is None
@@ -21,7 +21,7 @@ def test_an_image_is_known_to_who_sent_it_alone() -> None:
 
 
 def test_a_tenants_flood_drops_its_own() -> None:
-    known = KnownImages(8)
+    known = KnownImages[ImageText](8)
     for name in "xyz":
         known.add(Owner("a", ""), name.encode(), image(name))
     for number in range(100):
@@ -34,7 +34,7 @@ def test_a_tenants_flood_drops_its_own() -> None:
 
 
 def test_the_latest_use_counts_and_salts_share_a_tenants_part() -> None:
-    known = KnownImages(2)
+    known = KnownImages[ImageText](2)
     known.add(Owner("a", ""), b"x", image("x"))
     known.add(Owner("a", "1"), b"y", image("y"))
     assert known.find(Owner("a", ""), b"x") is not None

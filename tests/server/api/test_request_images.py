@@ -16,7 +16,6 @@ import torch
 from chorus.core.media.decoder import image_threads
 from chorus.core.requests.media import MediaItem
 from chorus.memory.files.given_up import check_wanted
-from chorus.server.api import request_images
 from chorus.server.api.image_parts import ImageFile
 from chorus.server.api.request_images import ImageText, RequestImages, items_of
 
@@ -134,5 +133,5 @@ def test_the_encoder_gets_what_was_prepared(
 def test_images_are_prepared_apart() -> None:
     """Their thread lets steps go first."""
     own = asyncio.run(image_threads().run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-    assert own == 10 > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert image_threads() is image_threads() and request_images.image_threads is image_threads
+    steps = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert own == min(steps + 10, 19) > steps
