@@ -13,7 +13,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -88,7 +89,8 @@ class ImageEncoder:
         self._make, self._bytes, self._threads, self._wake, self._share = maker, num_bytes, threads, wake, share
         self._maker: RowMaker | None = None
         self._changed = threading.Condition()
-        self._tower = threading.Lock()
+        self._making = threading.Lock()
+        self._at_tower: deque[Request] = deque()  # the first one encodes, others wait for it
         self._busy: set[str] = set()  # tenants whose image a thread has
         self._waiting: OrderedDict[str, deque[Request]] = OrderedDict()  # by tenant; the first one is next
         self._begun: OrderedDict[str, _Begun] = OrderedDict()  # by request, those begun first first
@@ -260,7 +262,7 @@ class ImageEncoder:
         return tenant, request.cache_salt, item.digest, request.media_scope
 
     def _maker_now(self) -> RowMaker:
-        with self._tower:
+        with self._making:
             if self._maker is None:
                 self._maker = self._make()
             return self._maker
@@ -289,7 +291,7 @@ class ImageEncoder:
         self._pixels[number] = sum(each.nbytes for each in tensors)
         try:
             self._wait_for_room(request)
-            with self._tower:
+            with self._tower_turn(request):
                 if request.id not in self._pending:
                     return False
                 found = self._found(key)  # another tenant's, meanwhile, where they share rows
@@ -303,6 +305,19 @@ class ImageEncoder:
         finally:
             del self._pixels[number]
         return True
+
+    @contextmanager
+    def _tower_turn(self, request: Request) -> Iterator[None]:
+        """Have the tower, in the order of arrival: a lock would mostly go to the thread that has just left it."""
+        with self._changed:
+            self._at_tower.append(request)
+            self._changed.wait_for(lambda: self._at_tower[0] is request)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._at_tower.popleft()
+                self._changed.notify_all()
 
     def _use(self, key: RowsKey, rows: Rows, begun: _Begun, *, is_new: bool = False) -> None:
         """Give a request rows that are there."""

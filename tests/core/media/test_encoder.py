@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,11 @@ def driven(request: pytest.FixtureRequest) -> Any:
 Make = Callable[..., Driven]
 
 
+def waits_for_the_tower(it: Driven, id: str) -> None:
+    while id not in [each.id for each in it.encoder._at_tower]:  # noqa: SLF001
+        time.sleep(0.001)
+
+
 def test_tenants_take_turns(driven: Make) -> None:
     it = driven()
     it.encoder.submit(request("first", "x", tenant="a"))
@@ -106,6 +112,7 @@ def test_a_turn_is_an_image(driven: Make) -> None:
     it.encoder.submit(request("later", "a3", tenant="a"))
     assert it.maker.began.wait(60)
     it.encoder.submit(request("b", "b0", "b1", tenant="b"))
+    waits_for_the_tower(it, "b")
     it.maker.may_go.set()
     done = [one.request for one in it.wait(3)]
     encoded = it.maker.encoded
@@ -136,6 +143,7 @@ def test_a_request_between_its_turns_is_cancelled(driven: Make) -> None:
     it.encoder.submit(request("many", "a0", "a1", tenant="a"))
     assert it.maker.began.wait(60)
     it.encoder.submit(request("b", "b0", tenant="b"))
+    waits_for_the_tower(it, "b")
     may_go, it.maker.may_go = it.maker.may_go, threading.Event()
     it.maker.began.clear()
     may_go.set()
