@@ -243,7 +243,9 @@ class ModelExecutor(ExecutorBase):
         blind = why_blind(config, self.whole, on_gpu=self.on_gpu)
         if blind is None:
             self.whole = with_tower(config, self.whole)
-        elif self.whole.image_blocks is Blocks.PROMPT:
+        elif self.whole.vision is not None:
+            logger.info("images are not served: %s", blind)
+        if blind is not None and self.whole.image_blocks is Blocks.PROMPT:
             raise UnsupportedModel(
                 f"{config.model}: all tokens of a prompt see each other, which is computed only where images are "
                 f"served: {blind}"

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Protocol, TypeVar
 
+from ...memory.host.child_python import python_command
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops.ranks.ranks import RanksLost, StepGivenUp
 
@@ -55,9 +56,9 @@ class WorkerProcesses:
         self._links: list[Connection] = []
         self._on_lost: Callable[[ExecutorLost], None] = lambda error: None
         self._is_closed = False
-        command = [sys.executable, "-m", f"{__package__}.rank"]
+        command = python_command(f"{__package__}.rank")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_KEYS)}
-        environment["PYTHONPATH"] = os.pathsep.join(part or os.getcwd() for part in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # an empty one is the current directory
         try:
             for make in makers.values():
                 here, there = socket.socketpair()

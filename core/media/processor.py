@@ -9,20 +9,45 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ...memory.files.given_up import check_wanted
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..model.read_config import read_model_config
-from .images import BACKEND, BadImage, open_image
+from .decoder import image_decoder
+from .images import BACKEND, BadImage, check_turned, strips
 from .places import ImagePlaces
-from .settings import ImageSettings, TokenLimit
+from .settings import DETAIL, LOW, LOW_SIDE, ImageSettings, TokenLimit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+LARGE_PIXELS = 1 << 23
+"""Beyond it images are prepared one at a time in a process: each may take hundreds of megabytes."""
+
+_large = threading.Lock()
+_LOOK_SECONDS = 0.05
+
+
+@contextmanager
+def _only_large() -> Iterator[None]:
+    """Wait until no other large image is prepared. Raises GivenUp if nobody waits for this one any longer."""
+    while not _large.acquire(timeout=_LOOK_SECONDS):
+        check_wanted()
+    try:
+        yield
+    finally:
+        _large.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +118,46 @@ class ImageProcessor:
         return type(self._images).__name__
 
     def of_file(self, data: bytes, settings: Mapping[str, Any] | None = None) -> Prepared:
-        """Prepare the image of a file. settings: a request's, or an item's. Raises BadImage."""
-        return self.of_image(open_image(data, self._check_size(dict(settings or {}))), settings)
+        """Prepare the image of a file. settings: a request's, or an item's; `DETAIL` is none of the processor's.
 
-    def of_image(self, image: Image, settings: Mapping[str, Any] | None = None) -> Prepared:
-        """Prepare an image in RGB. Raises BadImage for one that the model's processor refuses."""
+        Raises BadImage, and GivenUp: see `ImageDecoder`.
+        """
+        own = dict(settings or {})
+        most_side = LOW_SIDE if own.pop(DETAIL, None) == LOW else None
+        with ExitStack() as turn:
+
+            def check(size: tuple[int, int]) -> None:
+                if self._limit is not None and most_side is None:  # one that is reduced is checked later
+                    check_turned(size, partial(self._limit.fitted, settings=own))
+                if math.prod(size) > LARGE_PIXELS:
+                    turn.enter_context(_only_large())
+
+            found = self.of_image(image_decoder().decode(data, check, most_side), own)
+        return found if most_side is None else replace(found, settings={**found.settings, DETAIL: LOW})
+
+    def of_image(self, image: Image | np.ndarray, settings: Mapping[str, Any] | None = None) -> Prepared:
+        """Prepare an image in RGB, or its pixels, `[3, height, width]` uint8, of which fewer copies are made.
+
+        Raises BadImage for one that the model's processor refuses.
+        """
         limit, own = self._limit, dict(settings or {})
+        pixels = image if isinstance(image, np.ndarray) else np.array(np.array(image).transpose(2, 0, 1), order="C")
         if limit is None:
-            return self._of_image(image, own)
-        found = self._of_image(image, limit.fitted(image.size, own))
+            return self._of_pixels(pixels, own)
+        size = size_of(pixels)
+        found = self._of_pixels(pixels, limit.fitted(size, own))
         if found.num_rows > limit.most:  # more than its size told
-            smaller = self.settings.smaller(found.settings, lambda each: self._fits(image, each, limit.most))
+            smaller = self.settings.smaller(found.settings, lambda each: self._fits(pixels, each, limit.most))
             if smaller is None:
-                raise limit.refusal(image.size, str(found.num_rows))
-            found = self._of_image(image, smaller)
+                raise limit.refusal(size, str(found.num_rows))
+            found = self._of_pixels(pixels, smaller)
         return found
 
-    def _fits(self, image: Image, settings: Mapping[str, Any], most: int) -> bool:
+    def _fits(self, pixels: np.ndarray, settings: Mapping[str, Any], most: int) -> bool:
         try:
-            return self._of_image(image, dict(settings)).num_rows <= most
+            return self._of_pixels(pixels, dict(settings)).num_rows <= most
         except BadImage:
             return False
-
-    def _check_size(self, settings: dict[str, Any]) -> Callable[[tuple[int, int]], object] | None:
-        """What refuses an image by its size, before it is decoded."""
-        limit = self._limit
-        return None if limit is None else lambda size: limit.fitted(size, settings)
 
     def count(self, size: tuple[int, int], settings: Mapping[str, Any]) -> int | None:
         """At most so many rows has an image of a width and height; None: the model's processors can't tell."""
@@ -131,13 +170,14 @@ class ImageProcessor:
         except Exception:  # a processor without these, or a size that it refuses
             return None
 
-    def _of_image(self, image: Image, settings: dict[str, Any]) -> Prepared:
+    def _of_pixels(self, pixels: np.ndarray, settings: dict[str, Any]) -> Prepared:
         import torch
 
-        size = f"{image.size[0]} x {image.size[1]}"
+        size = "{} x {}".format(*size_of(pixels))
         try:
+            arguments = {**self._arguments, **settings, "input_data_format": "channels_first"}
             with torch.inference_mode():
-                found, (text,) = self._prepare([[image]], **{**self._arguments, **settings})
+                found, (text,) = self._prepare([[torch.from_numpy(pixels)]], **arguments)
         except Exception as error:  # processors raise what they like about sizes that they don't take
             reason = " ".join(str(error).split())[:200]
             raise BadImage(f"of {size} pixels is refused by the model's image processor: {reason}") from None
@@ -148,7 +188,7 @@ class ImageProcessor:
             raise BadImage(
                 f"of {size} pixels makes {num_rows} tokens, and at least {least} are needed; send a larger one"
             )
-        grid, digest = self.grid(found, num_rows), self.digest(image, settings)
+        grid, digest = self.grid(found, num_rows), self.digest(pixels, settings)
         return Prepared(digest, text, num_rows, dict(found), grid, settings, marks if len(self._rows) > 1 else ())
 
     def _places_of_images(self, has_texts: bool) -> ImagePlaces:
@@ -186,11 +226,17 @@ class ImageProcessor:
         beside = {each.name: merged[each.name] for each in own if each.kind != each.VAR_KEYWORD and each.name in merged}
         return {**beside, **merged["images_kwargs"]}
 
-    def digest(self, image: Image, settings: Mapping[str, Any] | None = None) -> str:
+    def digest(self, pixels: np.ndarray, settings: Mapping[str, Any] | None = None) -> str:
         """Of an image's pixels, and of all that decides what the encoder is given of them."""
         found = hashlib.blake2b(self._settings, digest_size=16)
         if settings:
             found.update(json.dumps(settings, sort_keys=True).encode())
-        found.update(f"\n{image.size}\n".encode())
-        found.update(image.tobytes())
+        found.update(f"\n{size_of(pixels)}\n".encode())
+        for _, top, _, bottom in strips(size_of(pixels)):
+            found.update(pixels[:, top:bottom].transpose(1, 2, 0).tobytes())
         return found.hexdigest()
+
+
+def size_of(pixels: np.ndarray) -> tuple[int, int]:
+    """Width and height of `[3, height, width]`."""
+    return pixels.shape[2], pixels.shape[1]

@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...memory.host.daemon_pool import wait_wanted
 from ...ops.attention.blocks import BlockMask
 from ..model.specs.feed_forward import Experts
 from ..requests.blocks import Blocks
+from .decoder import image_threads
 from .lacking import why_lacking
 
 if TYPE_CHECKING:
@@ -129,7 +131,9 @@ class CheckpointRows:
         self._factor = model.embedding_factor(dtype) if model.scales_image_rows else 1.0
 
     def prepare(self, item: MediaItem) -> Prepared:
-        return self._processor.of_file(item.data, item.settings)
+        if item.ready is not None and (ready := item.ready.take()) is not None:
+            return ready
+        return wait_wanted(image_threads().submit(self._processor.of_file, item.data, item.settings))
 
     def changes(self, bound: BoundVersion) -> TowerChanges | None:
         from .tower_adapter import read_changes

@@ -23,6 +23,12 @@ _NUMBERS = {
     f"min_{what}": f"max_{what}" for what in ("pixels", "patches", "tiles", "image_tokens")
 }  # the least → the most
 
+DETAIL, LOW = "detail", "low"
+"""A setting of an image that is no image processor's: it is reduced before."""
+
+LOW_SIDE = 512
+"""The longest side of an image with low detail, as OpenAI's."""
+
 _SWITCHES = ("crop_to_patches", "do_image_splitting")
 
 

@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from ...memory.pages.block import Key
 
 
+@dataclass(slots=True)
+class Ready:
+    """A prepared image on its way to the encoder."""
+
+    prepared: Any
+    held: object
+    """What accounts for its memory as long as it is referred to."""
+
+    def take(self) -> Any:
+        """The prepared image, for its one use; None afterwards."""
+        prepared, self.prepared, self.held = self.prepared, None, None
+        return prepared
+
+
 @dataclass(frozen=True, slots=True)
 class MediaItem:
     """An image in a prompt."""
@@ -35,6 +49,9 @@ class MediaItem:
     """Of its image processor, where they are not the model's own: see `ImageSettings`."""
     held: object = field(default=None, kw_only=True, compare=False, repr=False)
     """What accounts for the file's memory as long as it is referred to."""
+
+    ready: Ready | None = field(default=None, kw_only=True, compare=False, repr=False)
+    """What the encoder needs of it, if it was decoded in this process a moment ago."""
 
     ends: tuple[int, int] = field(default=(0, 0), kw_only=True)
     """Tokens before its first row and behind its last one that experts of images take, too: see `VisionSpec.ends`."""
@@ -74,7 +91,9 @@ class MediaItem:
         return replace(self, ends=(int(has_first), int(has_last)))
 
     def to_wire(self) -> dict[str, Any]:
-        """The item as plain data."""
+        """The item as plain data, for another process, which decodes it itself."""
+        if self.ready is not None:
+            self.ready.take()
         runs, settings = [list(run) for run in self.runs], dict(self.settings)
         return {"data": self.data, "digest": self.digest, "runs": runs, "grid": list(self.grid), "settings": settings}
 

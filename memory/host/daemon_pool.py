@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..files.error import AdapterFormatError, forget_frames
-from ..files.given_up import GivenUp, wanted_while
+from ..files.given_up import GivenUp, check_wanted, wanted_while
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,21 @@ def give_up(future: Future) -> None:
     """Cancel a call; one that has begun ends when it next asks `files.given_up.check_wanted`."""
     if not future.cancel() and isinstance(future, _Call):
         future.is_given_up = True
+
+
+def wait_wanted(future: Future[T], look_seconds: float = 0.05) -> T:
+    """The outcome of a call of another pool; it is given up with the calling one. Raises GivenUp, or its error."""
+    while True:
+        try:
+            return future.result(look_seconds)
+        except TimeoutError:
+            if future.done():
+                raise
+        try:
+            check_wanted()
+        except GivenUp:
+            give_up(future)
+            raise
 
 
 class DaemonPool(Executor):

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ...memory.host.child_python import python_command
 from ..report.command import conclude, say
 from .environment import describe, interpreter_obstacle
 from .options import Options
@@ -116,7 +117,7 @@ def run_section(name: str, options: Options) -> bool:
 
 
 def worker_command(name: str, options: Options) -> list[str]:
-    return [sys.executable, "-m", str(__package__), *options.given, "--worker", name]
+    return python_command(str(__package__), *options.given, "--worker", name)
 
 
 if __name__ == "__main__":

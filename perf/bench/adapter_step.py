@@ -27,6 +27,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from ...memory.host.child_python import python_command
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .context import Context
@@ -67,7 +68,7 @@ class Build:
 
     def __init__(self, python: str, arguments: Sequence[str]) -> None:
         """python: of the environment that imports the build."""
-        command = [python, "-m", "chorus.perf.bench.adapter_step", "--worker", *arguments]
+        command = python_command("chorus.perf.bench.adapter_step", "--worker", *arguments, python=python)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Build:

@@ -20,6 +20,7 @@ from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
 
+from ...memory.host.child_python import python_command
 from ...ops.library import native_library
 from ..report.command import parser
 from .environment import COMMIT_VARIABLE, commit
@@ -101,9 +102,7 @@ def download(packages: Sequence[str], python: str, out: Path) -> None:
     """Put a wheel of each package for `python` (`3.12`) into `out`. Dependencies are not followed: name them, too."""
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     command = [
-        sys.executable,
-        "-m",
-        "pip",
+        *python_command("pip"),
         "download",
         "--quiet",
         "--disable-pip-version-check",

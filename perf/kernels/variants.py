@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import product
-from multiprocessing import get_context
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.requests.draft_length import MOST_DRAFTS
+from ...memory.host.child_python import spawn_context
 from ...ops.attention.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
 from ...ops.attention.latents_schedule import latent_lora_constants, latent_lora_options
 from ...ops.dependent_launch import LEAST_MAJOR
@@ -1025,7 +1025,7 @@ def compile_all(
     if workers == 1:
         made = list(map(compile_variant, todo.values()))
     else:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers, mp_context=spawn_context()) as pool:
             made = list(pool.map(compile_variant, todo.values(), chunksize=4))
     for (key, (variant, arch)), fields in zip(todo.items(), made, strict=True):
         if known.setdefault(key, fields) != fields:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...memory.host.child_python import python_command
 from ..bench.environment import describe
 from ..bench.models.sizes import SIZES
 from ..bench.options import Options, engine_field
@@ -117,7 +118,7 @@ def _by_compute(load: Load, args: argparse.Namespace) -> Any:
 
 def _again(load: Load, args: argparse.Namespace) -> list[str]:
     """The command that only runs a load's steps, with spans."""
-    command = [sys.executable, "-m", str(__package__), str(load), "--only-steps", "--steps", str(args.steps)]
+    command = python_command(str(__package__), str(load), "--only-steps", "--steps", str(args.steps))
     command += ["--out", str(args.out), "--device", args.device]
     command += ["--model-size", args.model_size] if args.model_size else []
     return [*command, *(["--engine", *args.engine] if args.engine else [])]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ...memory.host.child_python import python_command
 from . import history
 from .command import parser, say
 
@@ -34,7 +35,7 @@ MISSED = 1
 
 def recorded(folder: Path, name: str, command: Sequence[str]) -> bool:
     """Run a command and keep its last line, a JSON object; False if it failed."""
-    ended = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run(python_command(*command), stdout=subprocess.PIPE, text=True, check=False)
     lines = ended.stdout.splitlines()
     try:
         found = json.loads(lines[-1] if lines else "")

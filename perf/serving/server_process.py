@@ -9,13 +9,13 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
+from ...memory.host.child_python import python_command
 from ..bench.machine import family, need_psutil
 from .errors import LoadError
 
@@ -84,7 +84,7 @@ def launched(
     flags: Sequence[str], descriptors: int | None = None, command: Sequence[str] = ("serve",)
 ) -> Iterator[LaunchedServer]:
     """`chorus serve`, or another command, on a free port. See `started`."""
-    words = [sys.executable, "-m", f"{str(__package__).split('.')[0]}.server", *command, "--port", "0", *flags]
+    words = python_command(f"{str(__package__).split('.')[0]}.server", *command, "--port", "0", *flags)
     with started(words, descriptors=descriptors) as server:
         yield server
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import parent_process
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
+from ...memory.host.child_python import spawn_context
 from ..workload.fields import WorkloadError
 from .metrics import INCREASES
 from .serving import run_serving
@@ -279,7 +280,7 @@ def map_of(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
     if jobs <= 1:
         yield map
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=spawn_context(), initializer=_end_with_parent) as pool:
         try:
             yield pool.map
         finally:

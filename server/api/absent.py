@@ -9,7 +9,7 @@ from ..errors import ApiError
 
 _VECTORS = "vectors and scores have routes of their own: /v1/embeddings, /classify, /score and /rerank"
 _SOUND = "this server does not process speech; vLLM serves Whisper and others"
-_IMAGES = "this server does not process images"
+_IMAGES = "this server makes no images; GET /health tells whether it reads those that chats send, or why it does not"
 _FILES = "this server stores no files; run a file of requests with chorus batch, or send them concurrently"
 _STORED = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
 _SCALES = "scales are a request's own; give them in its field lora, or in model, as A*0.7+B*0.5"

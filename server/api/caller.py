@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from ..access.grants import ALL, Grant
 
@@ -21,7 +22,10 @@ class Caller(NamedTuple):
     spend: Callable[[int], None] | None = None
     """Called with the number of accepted prompt tokens, and then of generated tokens."""
 
+    receive: Receive | None = None
+    """Of the request's connection, which tells that the client has left; None: it can't leave."""
+
     @classmethod
     def of(cls, request: Request) -> Caller:
         state = request.state
-        return cls(state.tenant, state.identity.grant, request.headers, state.spend)
+        return cls(state.tenant, state.identity.grant, request.headers, state.spend, request.receive)

@@ -44,6 +44,7 @@ from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
 from .request_images import RequestImages, items_of
 from .sampling_defaults import SamplingDefaults
+from .sse import while_connected
 
 T = TypeVar("T")
 
@@ -150,7 +151,9 @@ class GenerationBuilder:
             return await tokenizer.encode_chat(conversation, most), ()
         await self.require(caller, asked.model, asked.lora_path)
         model = self.worker.model
-        found = await self.images.prepared(images, model, caller.tenant, getattr(asked, "mm_processor_kwargs", None))
+        settings, salt = getattr(asked, "mm_processor_kwargs", None), getattr(asked, "cache_salt", None) or ""
+        preparing = self.images.prepared(images, model, caller.tenant, settings, salt)
+        found = await (preparing if caller.receive is None else while_connected(caller.receive, preparing))
         texts = tuple(image.text for image in found)
         conversation = replace(conversation, places=self.images.places(), image_texts=texts)
         tokens = await tokenizer.encode_chat(conversation, most)

@@ -12,17 +12,18 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.media.images import BadImage, check_size
+from ...core.media.settings import LOW
 from ..errors import clipped
 
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """Values of `type` of parts that are images."""
 
-DETAILS = ("auto", "high", "original")
-"""Values of `detail` that ask for what the model's own processor does."""
+DETAILS = ("auto", "high", "original", LOW)
+"""Values of `detail`; all but the last ask for what the model's own processor does."""
 
 _FIELDS = {
     "image_url": frozenset({"type", "image_url", "cache_control", "uuid"}),
@@ -38,6 +39,8 @@ class ImageFile:
     """A file of an image that a client sent, or a program gave."""
 
     data: bytes = field(repr=False)
+    low: bool = False
+    """True if it shall be reduced: see `LOW_SIDE`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +48,11 @@ class ImageUrl:
     """Where an image is that a client did not send."""
 
     url: str
+    low: bool = False
+    """As of the file."""
 
+
+_LETTERS, _BREAKS = bytes.maketrans(b"-_", b"+/"), b" \t\r\n"
 
 MAX_URL = 4096
 """Characters of an http(s) URL."""
@@ -75,10 +82,10 @@ def image_of(part: Mapping[str, Any]) -> ImageFile | ImageUrl:
         url, detail = url.get("url"), url.get("detail")
     if detail is not None and detail not in DETAILS:
         shown = clipped(repr(detail))
-        raise ValueError(f"has detail {shown}: images are prepared as the model's processor says; send a smaller one")
+        raise ValueError(f"has detail {shown}; it may be {', '.join(DETAILS)}")
     if not isinstance(url, str):
         raise ValueError("has no image_url; send a data URL")
-    return of_url(url)
+    return replace(of_url(url), low=detail == LOW)
 
 
 def _of_source(source: Any) -> ImageFile | ImageUrl:
@@ -105,9 +112,11 @@ def of_url(url: str) -> ImageFile | ImageUrl:
 
 
 def _of_base64(text: str) -> ImageFile:
+    """The file of base64 in either alphabet, with or without padding and breaks of lines."""
     try:
-        check_size(len(text) * 3 // 4 - 2)
-        data = base64.b64decode(text, validate=True)
+        letters = text.encode("ascii").translate(_LETTERS, _BREAKS).rstrip(b"=")
+        check_size(len(letters) * 3 // 4)
+        data = base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
         check_size(len(data))
     except BadImage as error:
         raise ValueError(str(error)) from None

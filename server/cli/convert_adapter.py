@@ -12,12 +12,12 @@ import argparse
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.unserved import PICKLE_FILE
+from ...memory.host.child_python import python_command
 from ..machine_faults import fault_of
 from . import unsloth_experts
 from .adapters import CommandError
@@ -112,7 +112,7 @@ def _check(source: Path, pickle: Path, weights: Path) -> None:
 
 def _unpickle(pickle: Path, weights: Path) -> None:
     """Convert a pickle's tensors to safetensors in another process. Raises CommandError if it can't."""
-    command = [sys.executable, "-m", f"{__package__}.unpickle", str(pickle), str(weights)]
+    command = python_command(f"{__package__}.unpickle", str(pickle), str(weights))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

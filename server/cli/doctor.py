@@ -15,6 +15,8 @@ import torch
 from ...core.cpus import FAST_GEMMS, available_cpus, features, has_fast_gemms, processor_name
 from ...core.executors.choice import uses_gpu
 from ...core.executors.host_memory import available_bytes, total_bytes
+from ...core.media.lacking import why_lacking
+from ...memory.files.tokens.torchvision import matching, mend_torchvision
 from ...memory.host.bandwidth import Bandwidth
 from ...memory.pages import hugepages
 from ...ops.attention.attention_backend import flashinfer_obstacle
@@ -45,6 +47,7 @@ def run(out: TextIO) -> None:
         ("compiler", _compiler() or "none"),
         ("GPU", _gpu(fixes)),
         ("FlashInfer", _flashinfer(fixes)),
+        ("images", _images()),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -128,6 +131,14 @@ def _flashinfer(fixes: list[str]) -> str:
     float8 = flashinfer_obstacle(GROUP, HEAD_DIM, torch.bfloat16, torch.device("cuda"), float8_kv=True)
     also = ", also with a KV cache in FP8" if float8 is None else "; with a KV cache in FP8 our decode kernel serves"
     return f"{found}, its modules for heads of {HEAD_DIM} elements in bfloat16 are there or can be built{also}"
+
+
+def _images() -> str:
+    if (lacking := why_lacking()) is not None:
+        return lacking
+    if mend_torchvision():
+        return f"served; torchvision is of another build than torch, so programs can't import peft: {matching()}"
+    return "served"
 
 
 def _extra() -> str:

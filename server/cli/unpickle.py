@@ -5,10 +5,10 @@ Its memory limit is proportional to the file's size, so a small file can't use u
 
 from __future__ import annotations
 
-import re
-import resource
 import sys
 from pathlib import Path
+
+from ...memory.host.child_python import limit_memory
 
 BESIDE_BYTES = 512 << 20
 """Memory in addition to the tensors, which are held twice: as read, and as written."""
@@ -29,7 +29,7 @@ def main(pickle: Path, weights: Path) -> None:
     from ..machine_faults import fault_of
 
     size = pickle.stat().st_size
-    _limit_memory(BESIDE_BYTES + 3 * size)
+    limit_memory(BESIDE_BYTES + 3 * size)
     try:
         found = torch.load(pickle, map_location="cpu", weights_only=True)
     except MemoryError:
@@ -53,18 +53,6 @@ def main(pickle: Path, weights: Path) -> None:
         if (fault := fault_of(error, weights)) is None:
             raise
         raise UnpickleRefused(fault) from None
-
-
-def _limit_memory(more: int) -> None:
-    """Limit this process to so many bytes more than it has, if the operating system supports it (Linux)."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return
-    found = re.search(r"^VmData:\s*(\d+) kB", status, re.MULTILINE)
-    if found is not None:
-        most = (int(found[1]) << 10) + more
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 if __name__ == "__main__":

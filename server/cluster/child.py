@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ...memory.host.child_python import python_command
+
 log = logging.getLogger(__name__)
 
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0
@@ -37,7 +39,7 @@ class Child:
         self.name = name
         self._ready_file = ready_file
         self._written_before: int | None = None  # when an earlier process wrote it
-        self.command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
+        self.command = python_command(f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments)
         """The process's command line."""
         self._process: subprocess.Popen[bytes] | None = None
         self._trouble: str | None = None

@@ -13,13 +13,13 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...memory.host.child_python import SAFE_PATH, python_command
 from ..start.checks import LaunchError
 from .address import LOOPBACK, AddressFile
 from .child import STOP_SECONDS
@@ -45,6 +45,7 @@ OBJECT_STORE_BYTES = 200 << 20
 """Bytes for Ray's own objects, of which there are hardly any."""
 
 ENVIRONMENT = {
+    SAFE_PATH: "1",  # for the processes that Ray starts
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # Ray's own value, 15, would apply to the replicas, too
@@ -235,7 +236,7 @@ def join(address: str, cpus: int | None, gpus: int | None) -> NoReturn:
     import_ray()
     counts = {"cpus": cpus, "gpus": gpus}
     more = [f"--num-{name}={count}" for name, count in counts.items() if count is not None]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--block", *more]
+    command = python_command("ray.scripts.scripts", "start", f"--address={address}", "--block", *more)
     os.execv(command[0], command)
 
 

@@ -8,13 +8,17 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.media import encoder
+from chorus.core.media.decoder import THREADS, ImageDecoder
 from chorus.core.media.processor import ImageProcessor, Prepared
+from chorus.server.api import request_images
 from chorus.server.text.tokenizer import Tokenizer
 
 from ..core.media.tiny_vision import Reference, needs_vision
@@ -24,6 +28,9 @@ from ..server.test_image_requests import COUNT, GREEDY, HI, SEEN, as_part, file_
 pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
 
 MANY, CACHE, FILES = 100, 256 << 10, 1 << 20
+PIXELS, READY = 3 * 32 * 32 * 4 * 2, 8
+"""Bytes of an image's pixels, with its masks, and the most images that wait for the encoder."""
+
 SMALL = {"do_image_splitting": False}
 
 
@@ -54,8 +61,9 @@ def live(reference: Reference) -> Iterator[Live]:
         "max_body_bytes": FILES // 2,
     }
     engine: Any = Engine.from_config(config)
-    with live_server(engine, Tokenizer.load(path), settings=settings) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(request_images, "READY_BYTES", READY * PIXELS)
+        yield stack.enter_context(live_server(engine, Tokenizer.load(path), settings=settings))
 
 
 class Watched:
@@ -64,18 +72,18 @@ class Watched:
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = self.num = self.most_bytes = 0
         self._lock, self._encoder = threading.Lock(), engine.encoder
-        prepare = ImageProcessor._of_image  # noqa: SLF001 - to count
+        prepare = ImageProcessor._of_pixels  # noqa: SLF001 - to count
 
         def counted(*args: Any) -> Prepared:
             found = prepare(*args)
             with self._lock:
                 self.num += 1
                 self.most = max(self.most, self.num)
-                self.most_bytes = max(self.most_bytes, sum(self._encoder._live.values()))  # noqa: SLF001
+                self.most_bytes = max(self.most_bytes, self._encoder._held())  # noqa: SLF001
             weakref.finalize(found.tensors["pixel_values"], self._gone)
             return found
 
-        monkeypatch.setattr(ImageProcessor, "_of_image", counted)
+        monkeypatch.setattr(ImageProcessor, "_of_pixels", counted)
 
     def _gone(self) -> None:
         with self._lock:
@@ -115,10 +123,9 @@ def test_a_hundred_images_in_many_requests(live: Live, reference: Reference, mon
     assert {each.status_code for each in answers} <= {200, 429, 503}
     served = {each.json()["model"]: each.json() for each in answers if each.status_code == 200}
     assert served and all(each["usage"]["prompt_tokens"] > 4 * MANY for each in served.values())
-    assert watched.most <= 2, "one where requests come in, one in the encoder"
-    pixels = 3 * 32 * 32 * 4 * 2  # of an image, with its masks
+    assert watched.most <= THREADS + encoder.THREADS + READY, "each thread has one, and some are in between"
     rows = MANY * 4 * 64 * 4  # of a request, which may have more than the cache
-    assert watched.most_bytes <= CACHE + rows + pixels
+    assert watched.most_bytes <= CACHE + rows + PIXELS
     live.wait_until(lambda: not engine.has_work(), 60)
     is_given_back(live)
     engine.check_integrity()
@@ -151,8 +158,6 @@ def test_files_beyond_the_limit_are_refused_and_given_back(live: Live) -> None:
 
 
 def test_one_image_too_many_is_refused_before_any_is_decoded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from chorus.core.media import processor
-
-    monkeypatch.setattr(processor, "open_image", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr(ImageDecoder, "decode", lambda *_: pytest.fail("it was decoded"))
     answer = ask(live, images(1, 7) * 129, max_tokens=2)
     assert answer.status_code == 400 and "is image 129, at most 128" in answer.json()["error"]["message"]

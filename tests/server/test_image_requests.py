@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -18,8 +17,10 @@ import pytest
 from chorus import LLM
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.media.decoder import ImageDecoder
+from chorus.core.media.processor import ImageProcessor
 from chorus.core.requests.request_params import InvalidRequest
-from chorus.server.api.request_images import RequestImages
+from chorus.memory.files.given_up import GivenUp, check_wanted
 from chorus.server.cli.models import described
 from chorus.server.library.params import SamplingParams
 from chorus.server.text.tokenizer import Tokenizer
@@ -283,7 +284,7 @@ def test_each_refusal_names_the_image(live: Live) -> None:
     assert param == "messages[1].content[2]" and "no image that is read" in message
     message, param = refused(chat(live, as_part("https://example.org/a.png")))
     assert param == "messages[1].content[1]" and "does not fetch from" in message
-    message, _ = refused(chat(live, as_part(url_of(picture((20, 20), "red")), detail="low")))
+    message, _ = refused(chat(live, as_part(url_of(picture((20, 20), "red")), detail="tiny")))
     assert "detail" in message
     message, param = refused(chat(live, *[good] * 5))
     assert param == "messages[1].content[5]" and "at most 4" in message
@@ -294,9 +295,7 @@ def test_each_refusal_names_the_image(live: Live) -> None:
 
 
 def test_nothing_is_decoded_for_an_unknown_model(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from chorus.core.media import processor
-
-    monkeypatch.setattr(processor, "open_image", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr(ImageDecoder, "decode", lambda *_: pytest.fail("it was decoded"))
     answer = chat(live, as_part(url_of(picture((21, 22), "red"))), model="nobody")
     assert answer.status_code == 404, answer.text
 
@@ -325,11 +324,61 @@ def test_vectors_of_conversations_with_images(live: Live, reference: Reference) 
     assert refused.status_code == 400 and "max_pixels is no setting" in refused.text
 
 
-def test_images_are_prepared_apart(tmp_path: Path) -> None:
-    """Their threads let steps go first."""
-    threads = RequestImages(tmp_path, most=1).threads
-    own = asyncio.run(threads.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-    assert own == 10 > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+def test_an_image_is_decoded_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    decode = ImageDecoder.decode
+
+    def counted(*arguments: Any) -> Any:
+        decoded.append(len(arguments[1]))
+        return decode(*arguments)
+
+    monkeypatch.setattr(ImageDecoder, "decode", counted)
+    for adapter in ("base", "tower", "text"):
+        answer = chat(live, *[as_part(url_of(picture((33, 44 + at), "olive"))) for at in range(3)], model=adapter)
+        assert answer.status_code == 200, answer.text
+    assert len(decoded) == 3 + 3, "rows of an adapter of the tower are others; that of the text part has the model's"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/embeddings"])
+def test_an_image_whose_client_left_is_given_up(live: Live, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, received = threading.Event(), ImageDecoder._received  # noqa: SLF001
+
+    def stopped(decoder: ImageDecoder, link: Any) -> bytes:
+        """As one that decodes for minutes."""
+        if given_up.is_set():
+            return received(decoder, link)
+        try:
+            while True:
+                check_wanted()
+                time.sleep(0.01)
+        except GivenUp:
+            given_up.set()
+            raise
+
+    monkeypatch.setattr(ImageDecoder, "_received", stopped)
+    messages = [{"role": "user", "content": [as_part(url_of(picture((35, 36 + len(path)), "olive")))]}]
+    with pytest.raises(httpx.ReadTimeout):
+        live.client.post(path, json={"messages": messages, "model": "base"}, timeout=0.5)
+    assert given_up.wait(60)
+    assert live.post(path, messages=messages, model="base").status_code == 200
+
+
+def test_low_detail_reduces_an_image(live: Live, reference: Reference) -> None:
+    large = picture((700, 400), "olive")
+    large.putpixel((350, 200), (1, 2, 3))
+    reduced = large.copy()
+    reduced.thumbnail((512, 512))
+    count, answer = wanted(reference, None, [{"role": "user", "content": [SEEN, HI]}], [reduced])
+    for part in (as_part(url_of(large), detail="low"), as_part(url_of(reduced), detail="high")):
+        messages = [{"role": "user", "content": [part, HI]}]
+        told = live.post("/v1/chat/completions", messages=messages, model="base", **GREEDY).json()
+        assert told["choices"][0]["token_ids"] == answer and told["usage"]["prompt_tokens"] == count
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the same pixels"
+    processor = ImageProcessor(reference.path)
+    low = processor.of_file(base64.b64decode(file_of(large)), {"detail": "low"})
+    assert low.digest == processor.of_image(reduced).digest and low.settings == {"detail": "low"}
+    refusal = chat(live, as_part(url_of(large)), mm_processor_kwargs={"detail": "low"})
+    assert "detail is no setting" in refused(refusal)[0]
 
 
 def test_a_typed_placeholder_is_text(live: Live) -> None:

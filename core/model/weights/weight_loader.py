@@ -194,14 +194,14 @@ class WeightLoader(Weights):
         return _IGNORED.search(name) is not None or (self._config.is_classifier and name in (WEIGHT, BIAS))
 
     def _check_unused(self) -> None:
-        used, left_out = {self._sources[part].name for part in self._tensors}, 0
+        used, left_out = {self._sources[part].name for part in self._tensors}, list[str]()
         used |= {each for names in self._quantised.values() for each in names}
         how, scales = self._config.weight_format, 0
         for name in self._checkpoint.names():
             if name in used:
                 continue
             if name.startswith(self._config.tensors.left_out):
-                left_out += 1
+                left_out.append(name)
             elif how is not None and how.left_out(self._checkpoint, name):
                 scales += 1
             elif not self._is_elsewhere(name):
@@ -211,7 +211,14 @@ class WeightLoader(Weights):
                 "%d scales of activations, and of the KV cache unless it is in FP8, and biases of zeros are left out",
                 scales,
             )
-        if left_out:
+        self._log_left_out(left_out)
+
+    def _log_left_out(self, names: Sequence[str]) -> None:
+        tower = self._config.tower  # where images are served
+        seeing = 0 if tower is None else sum(map(tower.has, names))
+        if seeing:
+            logger.info("%d tensors of the checkpoint are the vision tower's: the first image has them read", seeing)
+        if left_out := len(names) - seeing:
             named = _some(self._config.tensors.left_out)
             logger.info("%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, named)
 

@@ -22,11 +22,22 @@ _kept: list[object] = []
 """A library's operators are gone with its object."""
 
 
+def matching() -> str:
+    """The command that installs torch's own build: without it other programs can't import peft."""
+    import torch
+
+    build = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    return f"pip install --force-reinstall --no-deps torchvision --index-url https://download.pytorch.org/whl/{build}"
+
+
 @cache
-def mend_torchvision() -> None:
-    """Import torchvision, if it is installed, before transformers does. Raises what its import raises."""
+def mend_torchvision() -> bool:
+    """Import torchvision, if it is installed, before transformers does; True if it is of another build than torch.
+
+    Raises what its import raises.
+    """
     if find_spec("torchvision") is None:
-        return
+        return False
     try:
         import torchvision
     except RuntimeError as error:
@@ -41,3 +52,5 @@ def mend_torchvision() -> None:
             library.define(operator)
         _kept.append(library)
         import torchvision  # noqa: F401
+
+    return bool(_kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,11 @@ def driven(request: pytest.FixtureRequest) -> Any:
 Make = Callable[..., Driven]
 
 
+def waits_for_the_tower(it: Driven, id: str) -> None:
+    while id not in [each.id for each in it.encoder._at_tower]:  # noqa: SLF001
+        time.sleep(0.001)
+
+
 def test_tenants_take_turns(driven: Make) -> None:
     it = driven()
     it.encoder.submit(request("first", "x", tenant="a"))
@@ -97,6 +103,76 @@ def test_tenants_take_turns(driven: Make) -> None:
     it.wait(5)
     assert it.maker.encoded in (["x", "a0", "b", "a1", "a2"], ["x", "b", "a0", "a1", "a2"])
     assert not it.encoder.has_work()
+
+
+def test_a_turn_is_an_image(driven: Make) -> None:
+    """A request of many images keeps no other tenant's waiting for all of them."""
+    it = driven()
+    it.encoder.submit(request("many", "a0", "a1", "a2", "a0", tenant="a"))
+    it.encoder.submit(request("later", "a3", tenant="a"))
+    assert it.maker.began.wait(60)
+    it.encoder.submit(request("b", "b0", "b1", tenant="b"))
+    waits_for_the_tower(it, "b")
+    it.maker.may_go.set()
+    done = [one.request for one in it.wait(3)]
+    encoded = it.maker.encoded
+    assert [each for each in encoded if each < "b"] == ["a0", "a1", "a2", "a3"]
+    assert encoded.index("b0") == 1 and encoded.index("b1") <= 3
+    assert [one.id for one in done] == ["b", "many", "later"] and [len(one.media_rows) for one in done] == [2, 4, 1]
+
+
+def test_a_request_that_was_begun_ends_before_others_begin_beyond_the_limit(driven: Make) -> None:
+    """Rows of requests that have not all of theirs would fill the room that none can leave."""
+    it = driven(num_bytes=40)
+    it.encoder.submit(request("a", *(f"a{each}" for each in range(4)), tenant="a"))
+    assert it.maker.began.wait(60)
+    for tenant in "bc":
+        it.encoder.submit(request(tenant, *(f"{tenant}{each}" for each in range(4)), tenant=tenant))
+    it.maker.may_go.set()
+    for tenant in "abc":
+        (one,) = it.wait(1)
+        assert one.request.id == tenant and len(one.request.media_rows) == 4 and one.error is None
+        one.request.media_rows.clear()
+        del one
+        gc.collect()
+    assert it.maker.encoded[:5] in (["a0", "b0", "a1", "a2", "a3"], ["a0", "a1", "a2", "a3", "b0"])
+
+
+def test_a_request_between_its_turns_is_cancelled(driven: Make) -> None:
+    it = driven()
+    it.encoder.submit(request("many", "a0", "a1", tenant="a"))
+    assert it.maker.began.wait(60)
+    it.encoder.submit(request("b", "b0", tenant="b"))
+    waits_for_the_tower(it, "b")
+    may_go, it.maker.may_go = it.maker.may_go, threading.Event()
+    it.maker.began.clear()
+    may_go.set()
+    assert it.maker.began.wait(60), "b's, and the other waits for its second turn"
+    assert it.encoder.cancel("many") is not None
+    it.maker.may_go.set()
+    assert [one.request.id for one in it.wait(1)] == ["b"] and it.maker.encoded == ["a0", "b0"]
+    it.close()
+    assert not it.encoder._begun and not it.encoder._pixels and not it.encoder.has_work()  # noqa: SLF001
+
+
+def test_an_image_that_takes_long_to_prepare_keeps_no_other_tenants_waiting(driven: Make) -> None:
+    it = driven()
+    prepare, may_prepare, preparing = it.maker.prepare, threading.Event(), threading.Event()
+
+    def slow(item: MediaItem) -> Any:
+        if item.data == b"slow":
+            preparing.set()
+            may_prepare.wait()
+        return prepare(item)
+
+    it.maker.prepare, _ = slow, it.maker.may_go.set()
+    it.encoder.submit(request("slow", "slow", tenant="a"))
+    assert preparing.wait(60)
+    for number in range(3):
+        it.encoder.submit(request(f"b{number}", f"b{number}", tenant="b"))
+        assert [one.request.id for one in it.wait(1)] == [f"b{number}"]
+    may_prepare.set()
+    assert [one.request.id for one in it.wait(1)] == ["slow"]
 
 
 def test_rows_are_shared_by_scope_alone(driven: Make) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from chorus.core.config import EngineConfig
-from chorus.core.media import lacking
+from chorus.core.engine import Engine
+from chorus.core.media import lacking, serving
 from chorus.core.media.serving import why_blind
 from chorus.core.model.read_config import read_model_config
 
@@ -61,6 +62,41 @@ def test_transformers_is_imported_beside_any_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
     assert found.stdout.strip() == "imported", found.stderr
+
+
+@needs_vision
+@pytest.mark.vision
+@pytest.mark.integration
+def test_the_doctor_knows_whether_peft_can_be_imported() -> None:
+    """Beside a torchvision of another build it can be only after Chorus has mended that."""
+    mend = "from chorus.memory.files.tokens.torchvision import mend_torchvision as mend; print(mend());"
+    use = "import peft; print(peft.LoraConfig(r=2).r)"
+
+    def run(program: str) -> list[str]:
+        command = [sys.executable, "-W", "ignore", "-c", program]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=250).stdout.split()
+
+    mended, rank = run(mend + use)
+    assert rank == "2"
+    assert run(use) == ([] if mended == "True" else ["2"])
+
+
+@needs_vision
+@pytest.mark.vision
+@pytest.mark.integration
+def test_a_start_says_what_the_towers_tensors_are_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=tiny("smolvlm"), memory_bytes=64 << 20, cpu_kernels="torch", device="cpu", threads=1)
+    caplog.set_level("INFO")
+    Engine.from_config(config).close()
+    assert "tensors of the checkpoint are the vision tower's: the first image has them read" in caplog.text
+    assert "no effect" not in caplog.text and "images are not served" not in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(serving, "why_lacking", lambda: "pillow is not installed: pip")
+    Engine.from_config(config).close()
+    assert "images are not served: pillow is not installed" in caplog.text
+    assert "have no effect on text and are left out" in caplog.text and "has them read" not in caplog.text
 
 
 def test_a_processor_is_not_imported_for_text() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from chorus.memory.host.child_python import python_command
 from chorus.perf.bench import carry
 
 pytestmark = pytest.mark.wide
@@ -190,7 +191,7 @@ def test_pip_is_asked_for_the_other_machines_wheels(tmp_path, monkeypatch):
     monkeypatch.setattr(carry.subprocess, "run", lambda command, check: ran.append(command))
     carry.download(["rich"], "3.12", tmp_path)
     (command,) = ran
-    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert command[:5] == python_command("pip", "download")
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)
     assert command[command.index("--python-version") + 1] == "3.12"
     assert "manylinux_2_28_x86_64" in command

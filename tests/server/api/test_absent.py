@@ -18,6 +18,7 @@ def test_the_reason_is_told(shared, path):
 @pytest.mark.parametrize(
     ("method", "path", "says"),
     [
+        ("POST", "/v1/images/generations", "makes no images; GET /health tells whether it reads"),
         ("POST", "/release_memory_occupation", "POST /sleep"),
         ("POST", "/release_kv_cache_memory", "POST /sleep"),
         ("POST", "/resume_memory_occupation", "POST /wake_up"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,10 @@ def test_a_url_stays_where_it_is(part: dict) -> None:
         ({"type": "image_url", "image_url": {"url": URL}, "image": "x"}, "'image'"),
         ({"type": "image_url", "image_url": f"https://images.example/{'a' * 5000}"}, "characters"),
         ({"type": "input_image", "file_id": "file-1"}, "keeps no files"),
-        ({"type": "input_image", "image_url": URL, "detail": "low"}, "detail"),
+        ({"type": "input_image", "image_url": URL, "detail": "tiny"}, "auto, high, original, low"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAAA"}}, "is not base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=A"}}, "is not base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,====\n"}}, "is empty"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "base64"),
         ({"type": "image", "source": {"type": "base64"}}, "no data"),
         ({"type": "image", "image": "/etc/passwd"}, "source"),
@@ -62,6 +66,27 @@ def test_a_url_stays_where_it_is(part: dict) -> None:
 def test_what_is_wrong_is_named(part: dict, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         image_of(part)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 57, 58, 200])
+@pytest.mark.parametrize("encode", [base64.encodebytes, base64.urlsafe_b64encode, base64.b64encode])
+@pytest.mark.parametrize("padded", [True, False])
+def test_base64_as_libraries_write_it(length: int, encode: Any, padded: bool) -> None:
+    """With MIME's breaks of lines, in the alphabet of URLs, and without padding."""
+    data = bytes(250 + each % 6 for each in range(length))
+    text = encode(data).decode().replace("\n", "\r\n")
+    text = text if padded else text.replace("=", "")
+    assert image_of({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}).data == data
+    assert image_of({"type": "image", "source": {"type": "base64", "data": text}}).data == data
+
+
+def test_low_detail_is_an_images_own() -> None:
+    for part in (
+        {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+        {"type": "input_image", "image_url": "https://images.example/a.png", "detail": "low"},
+    ):
+        assert image_of(part).low
+    assert not image_of({"type": "image_url", "image_url": {"url": URL, "detail": "high"}}).low
 
 
 def test_images_are_named_by_message_and_part() -> None:

@@ -188,7 +188,7 @@ def test_pip_that_fails_is_quoted(tmp_path, monkeypatch):
     with pytest.raises(PullError, match="pip could not download tiny==1: ERROR: no such package"):
         pull.download("tiny==1", tmp_path)
     command = (tmp_path / "python.args").read_text().split()
-    assert command[:3] == ["-m", "pip", "download"]
+    assert command[:4] == ["-P", "-m", "pip", "download"]
     assert {"--no-deps", "tiny==1", str(tmp_path)} <= set(command)
 
 

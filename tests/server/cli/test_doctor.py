@@ -42,8 +42,23 @@ def test_the_command_prints_a_line_for_each_part_of_the_machine(monkeypatch, cap
         "compiler",
         "GPU",
         "FlashInfer",
+        "images",
     ]
     assert "GB/s" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "mended", "line"),
+    [
+        ("pillow is not installed: pip", False, "pillow is not installed: pip"),
+        (None, False, "served"),
+        (None, True, "served; torchvision is of another build than torch, so programs can't import peft: pip install"),
+    ],
+)
+def test_what_images_lack_is_named(monkeypatch, told, lacking, mended, line):
+    monkeypatch.setattr(doctor, "why_lacking", lambda: lacking)
+    monkeypatch.setattr(doctor, "mend_torchvision", lambda: mended)
+    assert f"\nimages       {line}" in told()
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_the_image_for_cpus_takes_the_build_of_pytorch_for_cpus():
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (torch,) = (one for one in needed if one.startswith("torch>"))
     assert f'--index-url "$TORCH_INDEX"}} "{torch}"' in text
-    command = f'pip install "torch{torch[torch.index("<") :]}" --index-url {index[1]}'
+    command = f'pip install "torch{torch[torch.index("<") :]}" torchvision --index-url {index[1]}'
     for page in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
         assert command in page.read_text(), page
 
