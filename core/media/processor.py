@@ -141,7 +141,7 @@ class ImageProcessor:
         Raises BadImage for one that the model's processor refuses.
         """
         limit, own = self._limit, dict(settings or {})
-        pixels = image if isinstance(image, np.ndarray) else np.array(np.array(image).transpose(2, 0, 1), order="C")
+        pixels = image if isinstance(image, np.ndarray) else pixels_of(image)
         if limit is None:
             return self._of_pixels(pixels, own)
         size = size_of(pixels)
@@ -240,3 +240,8 @@ class ImageProcessor:
 def size_of(pixels: np.ndarray) -> tuple[int, int]:
     """Width and height of `[3, height, width]`."""
     return pixels.shape[2], pixels.shape[1]
+
+
+def pixels_of(image: Image) -> np.ndarray:
+    """`[3, height, width]` uint8 of an image in RGB."""
+    return np.array(np.asarray(image).transpose(2, 0, 1), order="C")

@@ -135,7 +135,8 @@ def test_a_request_that_was_begun_ends_before_others_begin_beyond_the_limit(driv
         one.request.media_rows.clear()
         del one
         gc.collect()
-    assert it.maker.encoded[:5] in (["a0", "b0", "a1", "a2", "a3"], ["a0", "a1", "a2", "a3", "b0"])
+    rest = [each for each in it.maker.encoded if not each.endswith("0")]
+    assert rest[:3] == ["a1", "a2", "a3"], "each thread may have begun one when there was room"
 
 
 def test_a_request_between_its_turns_is_cancelled(driven: Make) -> None:

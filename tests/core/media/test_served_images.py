@@ -207,20 +207,20 @@ def test_each_kind_of_file_is_seen_as_its_rgb_image(asked: Asked, engine: Engine
 
 def test_the_digest_covers_pixels_and_settings(asked: Asked, tmp_path: Path) -> None:
     """Else rows of another resolution would be found in a cache."""
-    from chorus.core.media.processor import ImageProcessor
+    from chorus.core.media.processor import ImageProcessor, pixels_of
 
     image, path = picture(1, (40, 60)), tmp_path / "other"
-    own = asked.processor.digest(image)
+    own = asked.processor.digest(pixels_of(image))
     shutil.copytree(asked.reference.path, path, ignore=shutil.ignore_patterns("adapters", "*.safetensors"))
-    assert ImageProcessor(path).digest(image) == own
+    assert ImageProcessor(path).digest(pixels_of(image)) == own
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (path / name).exists():
             text = (path / name).read_text()
             (path / name).write_text(re.sub(r'"longest_edge": \d+', '"longest_edge": 48', text))
-    assert ImageProcessor(path).digest(image) != own
+    assert ImageProcessor(path).digest(pixels_of(image)) != own
     other = image.copy()
     other.putpixel((0, 0), (0, 0, 0))
-    assert asked.processor.digest(other) != own != asked.processor.digest(image.transpose(2))
+    assert asked.processor.digest(pixels_of(other)) != own != asked.processor.digest(pixels_of(image.transpose(2)))
 
 
 def test_an_adapter_changes_what_is_seen(asked: Asked) -> None:
