@@ -51,10 +51,14 @@ class ReadAhead:
     readers: list[Reader]
     deadline: float | None = None
     """When to compute the tokens instead; None before its request is next, or it begins."""
+    learn_until: float | None = None
+    """The same, while its adapter's content hash is not known."""
     content: Future[Any] | None = None
     """Finds out the content hash of its adapter."""
     instead: ReadAhead | None = None
     """Another run that reads the same."""
+    is_second: bool = False
+    """True if the first one made room for a request that was next."""
     has_begun: bool = False
     tokens: list[tuple[Key, ...]] = field(default_factory=list)
     """Of each block that is read."""

@@ -138,8 +138,8 @@ class DiskTier:
         self._readers: Pool = DaemonPool("kv-read", READERS, 64)
         self._lock = threading.Lock()
         self._events: FileEvents | None = None
-        self._jobs: dict[str, ReadAhead] = {}
-        """Runs that are read, by the name of their first file."""
+        self._jobs: dict[tuple[int, str], ReadAhead] = {}
+        """Runs that are read, by version and the name of their first file."""
         self._waiting = deque[ReadAhead]()
         """Runs that have not begun, in the order of their requests' arrival."""
         self._is_full = False
@@ -332,6 +332,8 @@ class DiskTier:
         """Begin to read a run, or end it if there is nothing to read; False if it has to wait."""
         if job.needs_content:
             return False
+        if job.content is not None:  # its thread may have found it since results were noted
+            self.contents.advance()
         about = job.prompt
         known = self.prefix.walk(about.version, about.tokens, about.scope, about.changed_from)
         count = self._num_readable(job, known)
@@ -343,7 +345,7 @@ class DiskTier:
         if not files:
             job.has_ended = True
             return True
-        if (other := self._jobs.get(files[0].key)) is not None:
+        if (other := self._jobs.get((about.version, files[0].key))) is not None:
             other.readers += job.readers
             job.instead = other
             return True
@@ -391,7 +393,7 @@ class DiskTier:
             return
         job.num_reserved = num_bytes
         self._reserved_bytes += num_bytes
-        self._jobs[files[0].key] = job
+        self._jobs[job.prompt.version, files[0].key] = job  # a version with the same content may go before another
         self._keep(job, known)
 
     def _keep(self, job: ReadAhead, blocks: Sequence[Block]) -> None:
@@ -470,17 +472,38 @@ class DiskTier:
 
     def _may_come(self, job: ReadAhead) -> bool:
         """The same, of a run that has not begun."""
-        if self._is_full and not job.needs_content:
-            return self._is_awaited  # another one is before it
+        if job.needs_content:
+            if job.learn_until is None:
+                job.learn_until = self.clock() + self._seconds(job.prompt.num_blocks)
+            return self.clock() < job.learn_until
+        if self._is_full and self._is_awaited:
+            return True  # another one is before it
         if job.deadline is None:
             job.deadline = self.clock() + self._seconds(job.prompt.num_blocks)
         elif self.clock() >= job.deadline:
             return False
         self._end_done()
-        if self._begin(job):
-            self._waiting.remove(job)
-            return self._lasting(job) is not None
-        return self._is_awaited or job.needs_content
+        while not self._begin(job):
+            if self._is_awaited:
+                return True
+            if not self._put_back():
+                return False
+        self._waiting.remove(job)
+        return self._lasting(job) is not None
+
+    def _put_back(self) -> bool:
+        """Let images be dropped that were read for a request which is not next, and read them again later; False if
+        there are none, or all were read twice.
+        """
+        job = next((each for each in reversed(self._done) if not each.is_second), None)
+        if job is None:
+            return False
+        self._done.remove(job)
+        self.host.unwant(job.kept)
+        job.kept.clear()
+        job.instead = ReadAhead(job.prompt, job.readers, is_second=True)
+        self._waiting.append(job.instead)
+        return True
 
     @property
     def _is_awaited(self) -> bool:
@@ -490,7 +513,7 @@ class DiskTier:
     def may_begin(self, job: ReadAhead) -> bool:
         """True for a run that may still be read, though it was not worth waiting for it so far."""
         found = self._lasting(job)
-        return found is not None and not found.has_begun
+        return bool(job.kept) or (found is not None and not found.has_begun)
 
     @property
     def is_busy(self) -> bool:
@@ -523,7 +546,7 @@ class DiskTier:
             if self._begin(job):
                 self._waiting.remove(job)
 
-    def _end_read(self, key: str, job: ReadAhead) -> None:
+    def _end_read(self, key: tuple[int, str], job: ReadAhead) -> None:
         """Take in no more of a run."""
         del self._jobs[key]
         job.has_ended = True

@@ -315,6 +315,24 @@ def test_where_no_hash_is_remembered_the_weights_are_read_before_the_prompt_is_c
     assert adapter.manifest.no_effect is None, "nobody has checked its weights"
 
 
+def test_a_hash_that_is_found_at_once_is_noted_before_files_are_looked_for(disk_server):
+    """7 of 12 requests that came together had found none of their files."""
+
+    class AtOnce:
+        def submit(self, function, /, *arguments):
+            future = Future()
+            future.set_result(function(*arguments))
+            return future
+
+        def shutdown(self):
+            pass
+
+    leave_files(disk_server, ["r2-qv", BOTH])
+    second = disk_server(knows=False)
+    second.engine.disk.contents.pool = AtOnce()
+    assert [ask(second, 0, name, PROMPT)[1] for name in ("r2-qv", BOTH)] == [48, 48]
+
+
 def test_no_request_waits_for_a_hash_where_no_adapter_has_files(disk_server, monkeypatch):
     driver, go = disk_server(knows=False), threading.Event()
     monkeypatch.setattr(adapter_contents, "with_content", lambda manifest: go.wait(60) and None)
