@@ -13,6 +13,7 @@ from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.families import FAMILIES as SERVED
+from chorus.core.model.families.reading import ON_OPERATORS
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
@@ -20,6 +21,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.ops.library import native_library
 
+from .model.program import golden
 from .tiny_families import (
     ADAPTERS,
     BY_ANOTHER,
@@ -47,6 +49,21 @@ REFUSED = {
     "zamba-biased": "Mamba 1 by heads",
 }
 """Families that the native decoder refuses, and why."""
+
+
+def test_the_notes_tell_whom_the_native_decoder_does_not_compute(tmp_path):
+    golden.make_configs(tmp_path)
+    wrong, mixed = [], set[str]()
+    for path in sorted(tmp_path.iterdir()):
+        config = read_model_config(path)
+        title, notes = SERVED[config.architecture].title, SERVED[config.architecture].notes
+        if why_unsupported(config, torch.float32) is None:
+            mixed |= {title} if ON_OPERATORS in notes else set()
+        elif ON_OPERATORS not in notes:
+            wrong.append(path.name)
+    assert not wrong
+    told = {"Gemma 4", "Gemma 4 Unified", "Nemotron-H, Nemotron Nano 2 and 3, Nemotron 3 Super and Ultra"}
+    assert mixed == told, "their notes say which of them"
 
 
 @pytest.mark.native

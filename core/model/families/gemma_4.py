@@ -183,7 +183,7 @@ _TENSORS = replace(
     ),
 )
 
-_NOTES = "with inputs of layers (E2B, E4B) on CPUs by PyTorch's operators"
+_NOTES = f"with inputs of layers (E2B, E4B) {reading.ON_OPERATORS}"
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
 
 _NULLS = ("final_logit_softcapping",)

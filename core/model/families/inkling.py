@@ -208,7 +208,7 @@ INKLING = Family(
     _NAMES,
     notes=(
         "draft layers are left out; adapters on experts that every token goes to, and those with rows of embeddings of "
-        "their own, are refused"
+        f"their own, are refused; {reading.ON_OPERATORS}"
     ),
     nulls=("unpadded_vocab_size", "log_scaling_n_floor", "local_layer_ids", "dense_intermediate_size"),
     shape=text_shape(201024, 6144, 24576, 66, 64),

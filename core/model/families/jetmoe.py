@@ -67,5 +67,5 @@ JETMOE = Family(
             "self_attention.experts.output_linear.weight": ("o_proj",),
         },
     ),
-    notes="adapters on attention's experts are refused; `num_attention_heads` has no effect",
+    notes=f"adapters on attention's experts are refused; `num_attention_heads` has no effect; {reading.ON_OPERATORS}",
 )

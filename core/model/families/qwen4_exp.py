@@ -163,8 +163,8 @@ QWEN4_EXP = Family(
         "split_ngram_parts": 512,
     },
     _NAMES,
-    notes="tables of n-grams stay in the host's memory; draft layers (`mtp`) are left out; on one rank, by PyTorch's "
-    "operators",
+    notes="tables of n-grams stay in the host's memory; draft layers (`mtp`) are left out; on one rank, "
+    f"{reading.ON_OPERATORS}",
     nulls=("ple_layer_ids", "ple_embed_dim", "output_gate_type"),
     shape=text_shape(248320, 2048, None, 40, 16),
 )

@@ -163,7 +163,9 @@ def _family(
     """text: the type of the text part. tied: whether embeddings are, where no field says so. options: of `reader`."""
     read = seeing.reader(text, texts=_TEXTS, around=around, **options)
     tensors = replace(seeing.INTERNVL.tensors, left_out=(*around.left_out, *seeing.INTERNVL.tensors.left_out))
-    return Family(f"{title} (text)", (architecture,), read, {"tie_word_embeddings": tied}, tensors, notes="text only")
+    slow = f"; {reading.ON_OPERATORS}" * (reading.ON_OPERATORS in _TEXTS[text].notes)
+    notes = f"text only{slow}"
+    return Family(f"{title} (text)", (architecture,), read, {"tie_word_embeddings": tied}, tensors, notes=notes)
 
 
 def _as_first_published(family: Family) -> Callable[[ConfigJson], ModelConfig]:

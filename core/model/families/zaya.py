@@ -103,5 +103,6 @@ ZAYA = Family(
         },
     ),
     notes="`attention_bias`, and LoRA biases of `v_proj_delayed`, are refused; the residual stream, which transformers "
-    "keeps in float32, has the model's dtype; on one rank, by PyTorch's operators",
+    "keeps in float32, has the model's dtype; on one rank, "
+    f"{reading.ON_OPERATORS}",
 )
