@@ -265,8 +265,10 @@ class _Study:
             shutil.rmtree(folder, ignore_errors=True)
             with self._rounds_engine(folder) as subject:
                 _, computed = self._ask(subject, prompts, "one after another")
-                if self._context.smoke:  # so small a model computes a prompt sooner than any disk writes it
+                for _ in range(ROUND_PROMPTS * self._context.smoke):  # so small a model computes before any disk writes
                     self._settle(subject)
+                    assert subject.engine.disk is not None
+                    subject.engine.disk.write_paths()  # as while it is idle
                 assert subject.engine.disk is not None
                 subject.engine.disk.is_closed = True  # as if killed
             row = {"asked": way, "computed": computed}
