@@ -44,6 +44,8 @@ class CheckedOrder:
         self._out_since: dict[Adapter, Moment] = {}  # adapters of running requests without an index
         self._decoded: dict[str, float] = {}  # when tenants have decoded last
         self._decided: Moment = 0.0, 0
+        self._last_plan: StepPlan | None = None
+        """The step before a step ahead: it may be launched in the same call."""
         self.has_run = False
         """True if the last step computed anything."""
 
@@ -83,13 +85,14 @@ class CheckedOrder:
         self._drawing = {row.request_id for row in plan.sequences if row.samples}
         self._decoded |= dict.fromkeys(self._decoding(plan), self._decided[0])
         self._check_plan(plan, ending)
+        self._last_plan = plan
         self._running = [request.id for request in self._scheduler.running]
 
     def _decoding(self, plan: StepPlan) -> set[str]:
         """The tenants with a request that decodes in a step. One whose prompt lacks its last token does, too: in a step
         ahead, what the step under way computes is counted as computed.
         """
-        before = None if plan.sources is None else self._under_way
+        before = None if plan.sources is None else self._last_plan
         rows = () if before is None else before.sequences
         computed = {row.request_id: len(row.tokens) - row.samples for row in rows}
         running = self._scheduler.running
@@ -179,8 +182,8 @@ class CheckedOrder:
         reached["a prompt waited for answers"] += any(map(self._is_bounded, able))
         left = self._config.max_num_batched_tokens - plan.num_tokens
         alone = [each for each in able if not each.choice_group and not self._is_bounded(each)]
-        cut = sum(each.blocks.longest > left for each in able)  # one step computes all of an image
-        alone = [each for each in alone if each.blocks.longest <= left]
+        # one step computes all of an image, and a prompt with one takes more or fewer tokens than its tenant's share
+        has_images = any(each.blocks.longest > left for each in able) or any(row.blocks.spans for row in plan.sequences)
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
@@ -188,7 +191,8 @@ class CheckedOrder:
         free_rows = self._config.max_num_seqs - len(plan.sequences)
         reached["sat out for another tenant"] += not free_rows and bool(alone)
         if left and engine.reclaimer.available and not waits:
-            promise(not alone or free_rows <= preempted + gave + cut, "one that is alone in its call sat out")
+            is_right = not alone or has_images or free_rows <= preempted + gave
+            promise(is_right, "one that is alone in its call sat out")
         if not free_rows:
             longest = max((each.blocks.longest for each in self._scheduler.waiting), default=0)
             has_tokens = left > longest and self._paused <= before
