@@ -28,7 +28,7 @@ from ...conftest import quiet
 from ...kept import kept_files
 from . import tiny_mrope
 from .test_served_images import LEVEL, Asked, answers, engine_of, picture
-from .tiny_vision import needs_vision, save_adapter, tiny
+from .tiny_vision import Answer, needs_vision, save_adapter, tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
 
@@ -45,7 +45,7 @@ def about_two(asked: Asked, name: str = "two", adapter: str | None = None, text:
     return asked.request(name, adapter, [picture(1, (90, 30)), picture(2, (20, 60))], text=text, count=COUNT)
 
 
-def served(asked: Asked, *requests: Request, **fields: Any) -> dict[str, list[int]]:
+def served(asked: Asked, *requests: Request, **fields: Any) -> dict[str, Answer]:
     engine = engine_of(asked, **fields)
     assert not engine.adapters.quarantine and engine.model.why_blind is None
     for request in requests:
@@ -99,7 +99,7 @@ class _Unmoved:
 def test_planted_faults_are_found(
     asked: Asked, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found() -> dict[str, list[int]]:
+    def found() -> dict[str, Answer]:
         requests = [about_two(asked, f"{name}", name) for name in (None, "experts", "linear")]
         return served(asked, *requests, asked.request("text", "experts", [], count=COUNT))
 

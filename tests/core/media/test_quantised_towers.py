@@ -21,7 +21,7 @@ from chorus.core.model.specs.vision import VisionSpec
 from ..model.checkpoints.quantization.forms import FORMS
 from .test_bf16_towers import theirs
 from .test_served_images import KERNELS, Asked, answers, engine_of, images_of
-from .tiny_vision import needs_vision, tiny
+from .tiny_vision import Answer, needs_vision, tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
 
@@ -54,9 +54,9 @@ def write_twins(root: Path, family: str, form_name: str, part: str = "text") -> 
     return quantised, twin
 
 
-def served(asked: Asked, **fields: Any) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def served(asked: Asked, **fields: Any) -> tuple[dict[str, Answer], dict[str, Answer]]:
     """Answers about images under adapters, and what transformers and peft say to the same."""
-    images, engine, wanted = images_of(asked), engine_of(asked, **fields), {}
+    images, engine, wanted = images_of(asked), engine_of(asked, **fields), dict[str, Answer]()
     assert engine.model.why_blind is None and not engine.adapters.quarantine
     for number, adapter in enumerate(ADAPTERS):
         for count in (0, 1 + number % 2):

@@ -23,7 +23,7 @@ from chorus.memory.files.format import inspect_adapter
 
 from .seeing_families import SEEING
 from .test_served_images import SIZES, Asked, answers, engine_of, files, images_of, picture
-from .tiny_vision import ADAPTERS, adapters_of, needs_vision, tiny
+from .tiny_vision import ADAPTERS, Answer, adapters_of, needs_vision, tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
 
@@ -33,7 +33,7 @@ def asked(request: pytest.FixtureRequest) -> Asked:
     return Asked(request.param)
 
 
-def drain(asked: Asked, requests: list[Request], **fields: Any) -> dict[str, list[int]]:
+def drain(asked: Asked, requests: list[Request], **fields: Any) -> dict[str, Answer]:
     """The answers of an engine to requests, all at once."""
     engine = engine_of(asked, **fields)
     assert not engine.adapters.quarantine and engine.model.why_blind is None
@@ -44,7 +44,7 @@ def drain(asked: Asked, requests: list[Request], **fields: Any) -> dict[str, lis
     return found
 
 
-def wanted(asked: Asked, requests: list[Request]) -> dict[str, list[int]]:
+def wanted(asked: Asked, requests: list[Request]) -> dict[str, Answer]:
     return {request.id: asked.wanted[request.id] for request in requests}
 
 

@@ -235,6 +235,7 @@ def test_an_adapter_of_the_start_stays_paused_after_a_restart(serve, reference, 
     live = serve(adapters)
     for name in adapters:
         assert live.client.patch(f"/v1/adapters/{name}", json={"paused": True}).json()["paused"] is True
+    again = live
     for number, second in enumerate(["r3-mlp", "r2-qv"]):  # the same files, and others under the name
         shutil.copytree(tmp_path / "uploads", tmp_path / f"later-{number}")
         caplog.clear()
