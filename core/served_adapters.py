@@ -150,8 +150,8 @@ class ServedAdapters:
             return False
         if not (adapter.pages or store.pins.is_asleep or self._reclaimer.make_room(adapter.num_pages)):
             raise PagesInUse(
-                f"adapter {adapter.name!r} needs {adapter.num_pages} pages, and requests in progress and pinned "
-                f"adapters hold all but {self._reclaimer.available} of {usable}; ask again when some requests have ended"
+                f"adapter {adapter.name!r} needs {adapter.num_pages} pages; requests in progress and pinned adapters "
+                f"hold all but {self._reclaimer.available} of {usable}: ask again when some requests have ended"
             )
         if not store.loads.fetch(adapter):  # images of evicted adapters may have taken the room of its own
             return False
