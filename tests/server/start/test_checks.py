@@ -55,5 +55,5 @@ def test_a_folder_of_prefixes_that_others_may_use_is_refused_before_the_model_is
     if is_file:
         (folder / "lock").touch()
     (folder / "lock" if is_file else folder).chmod(0o755)
-    with pytest.raises(LaunchError, match="has mode 755, so other users may use it; chmod [67]00 it"):
+    with pytest.raises(LaunchError, match=r"has mode 755, so other users may use it; chmod [67]00 it"):
         check_model(settings)
