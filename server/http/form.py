@@ -1,4 +1,7 @@
-"""Bodies of multipart/form-data, read part by part as they arrive."""
+"""Bodies of multipart/form-data, read part by part as they arrive.
+
+Tests: tests/server/api/adapters/test_adapter_versions.py
+"""
 
 from __future__ import annotations
 
