@@ -32,6 +32,9 @@ from .server_process import launched
 
 NEIGHBOUR, FLOOD = "key-of-the-neighbour", "key-of-the-flood"
 ANSWER_TOKENS = 12
+SHORT = 20
+"""Tokens of a text, where a request has thousands of them."""
+
 MOST_TIMES, LEAST_RATE = 6.0, 0.85
 """The goals: an answer's time in multiples of one alone, and the flood's rate as a share of that without a target."""
 
@@ -54,6 +57,25 @@ def _echo(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str,
     return "/v1/completions", {"model": model, **asked}, tokens
 
 
+def _texts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    texts = [_text(words, SHORT) for _ in range(2048)]
+    return "/v1/embeddings", {"model": model, "input": texts}, len(texts) * SHORT
+
+
+def _rerank(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    texts = [_text(words, SHORT) for _ in range(2047)]
+    return "/rerank", {"model": model, "query": _text(words, SHORT), "documents": texts}, (1 + len(texts)) * SHORT
+
+
+def _many_prompts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    texts = [_text(words, tokens // 4) for _ in range(128)]
+    return "/v1/completions", {"model": model, "prompt": texts, "max_tokens": 1}, len(texts) * (tokens // 4)
+
+
+def _choices(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    return "/v1/completions", {"model": model, "prompt": _text(words, tokens), "max_tokens": 1, "n": 128}, tokens
+
+
 def _prompts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
     texts = [_text(words, tokens // 2) for _ in range(24)]
     return "/v1/completions", {"model": model, "prompt": texts, "max_tokens": 1}, len(texts) * (tokens // 2)
@@ -63,6 +85,10 @@ FLOODS: dict[str, Callable[[str, Iterator[str], int], tuple[str, dict[str, Any],
     "embeddings": _embeddings,
     "echo": _echo,
     "prompts": _prompts,
+    "2048 texts": _texts,
+    "rerank": _rerank,
+    "128 prompts": _many_prompts,
+    "n 128": _choices,
 }
 """Requests of a flood: path, body and number of prompt tokens; the built-in model has a token for each character."""
 

@@ -46,6 +46,12 @@ MAX_FAILED_STEPS = 5
 """Steps that may fail one after another before the engine counts as broken."""
 
 
+MAX_ACTIONS = 64
+"""Requests taken in, and other calls carried out, between two steps. Thousands of texts to embed come at once, and each
+takes as long as a token of an answer: a neighbour's next token would wait for all of them.
+"""
+
+
 class WorkerState(Enum):
     """What the engine's thread is doing."""
 
@@ -332,7 +338,7 @@ class EngineWorker:
                 self._wake.wait()
             if self._state is WorkerState.STOPPING:
                 return False
-            actions, self._inbox = self._inbox, []
+            actions, self._inbox = self._inbox[:MAX_ACTIONS], self._inbox[MAX_ACTIONS:]
         if self.progress is None:
             self.progress = next(self._marks)
         for action in actions:
