@@ -46,12 +46,6 @@ MAX_FAILED_STEPS = 5
 """Steps that may fail one after another before the engine counts as broken."""
 
 
-MAX_ACTIONS = 64
-"""Requests taken in, and other calls carried out, between two steps. Thousands of texts to embed come at once, and each
-takes as long as a token of an answer: a neighbour's next token would wait for all of them.
-"""
-
-
 class WorkerState(Enum):
     """What the engine's thread is doing."""
 
@@ -338,7 +332,7 @@ class EngineWorker:
                 self._wake.wait()
             if self._state is WorkerState.STOPPING:
                 return False
-            actions, self._inbox = self._inbox[:MAX_ACTIONS], self._inbox[MAX_ACTIONS:]
+            actions, self._inbox = self._inbox, []
         if self.progress is None:
             self.progress = next(self._marks)
         for action in actions:

@@ -1,7 +1,6 @@
 """The engine's thread: deliveries, calls, failures and its end."""
 
 import asyncio
-import itertools
 import threading
 import time
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from chorus.core.requests.types import FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.server.engine import worker as worker_module
 from chorus.server.engine.watchdog import POLL_SECONDS, Watchdog
-from chorus.server.engine.worker import MAX_ACTIONS, MAX_FAILED_STEPS, EngineWorker
+from chorus.server.engine.worker import MAX_FAILED_STEPS, EngineWorker
 from chorus.server.errors import EngineUnavailable
 
 
@@ -57,23 +56,6 @@ def test_outputs_come_in_order_and_end_once(worker):
     receiver = run(worker, request())
     assert [output.token_ids for output in receiver.outputs] == [(97,), (98,), (257,)]
     assert [output.finish_reason for output in receiver.outputs] == [None, None, FinishReason.STOP]
-
-
-def test_of_a_call_of_many_texts_a_few_are_taken_in_between_two_steps(worker, fake_engine, monkeypatch):
-    """All of 2,048 were, and the next token of everybody else waited for them."""
-    added, at_steps = [], [0]
-    step, add = fake_engine.step, fake_engine.add_request
-    monkeypatch.setattr(fake_engine, "add_request", lambda asked: (added.append(asked.id), add(asked)))
-    monkeypatch.setattr(fake_engine, "step", lambda: (at_steps.append(len(added)), step())[1])
-    receivers = [Receiver() for _ in range(4 * MAX_ACTIONS)]
-    fake_engine.gate.clear()
-    accepted = [worker.submit(request(f"r{index}"), receiver) for index, receiver in enumerate(receivers)]
-    fake_engine.gate.set()
-    for each, receiver in zip(accepted, receivers, strict=True):
-        each.result(20)
-        receiver.done.result(20)
-    assert added == [f"r{index}" for index in range(len(receivers))]
-    assert max(after - before for before, after in itertools.pairwise(at_steps)) <= MAX_ACTIONS
 
 
 def test_only_the_workers_thread_touches_the_engine(worker, fake_engine):
