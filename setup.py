@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Set
 from pathlib import Path
 
@@ -55,6 +56,12 @@ class Modules(build_py):
 
 class Libraries(build_ext):
     """Removes what an earlier build of other levels left in the source tree: it is of older sources."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Say which library comes, as each takes minutes: `pip install -v` shows it."""
+        number = 1 + self.extensions.index(ext)
+        print(f"building {ext.name}, {number} of {len(self.extensions)}: a minute or two", file=sys.stderr, flush=True)
+        super().build_extension(ext)
 
     def run(self) -> None:
         super().run()

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from ..memory.files.config import CONFIG_FILE
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.manifest import AdapterManifest
 
@@ -39,6 +40,17 @@ def names_of(model: Path, served: str | None) -> frozenset[str]:
         saved_from = None
     names = (str(model), str(model.resolve()), served, saved_from)
     return frozenset(short_name(name) for name in names if name and isinstance(name, str))
+
+
+def named_base(adapter: Path) -> str | None:
+    """The base model that an adapter's directory names, whether the adapter can be served or not; None if it can't be
+    read or is no printable name.
+    """
+    try:
+        base = json.loads((adapter / CONFIG_FILE).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return base if isinstance(base, str) and base.isprintable() and base else None
 
 
 def with_base(manifest: AdapterManifest, names: Collection[str], *, strict: bool) -> AdapterManifest:

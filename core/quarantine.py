@@ -166,7 +166,14 @@ def _log_other_bases(registered: Mapping[str, AdapterManifest]) -> None:
 def _quarantined(given: str, path: Path, reason: str, stamp: Stamp | None) -> Quarantined:
     """given: the adapter's name, which may be none that can be shown."""
     name = given if given.isprintable() else shown(given)
-    return Quarantined(name, path, reason, stamp, can_retry=name == given)
+    return Quarantined(name, path, reason, stamp, can_retry=_is_name(given))
+
+
+def _is_name(given: str) -> bool:
+    try:
+        return check_name(given) == given
+    except AdapterFormatError:
+        return False
 
 
 def _log(quarantined: list[Quarantined]) -> None:
@@ -180,7 +187,9 @@ def _log(quarantined: list[Quarantined]) -> None:
         are = ("adapter", "is") if len(names) == 1 else ("adapters", "are")
         logger.warning("%s %s %s not served: %s", are[0], ", ".join(names), are[1], reason)
     logger.warning(
-        "%d adapters are not served; GET /v1/adapters says why. They are tried again when they change", len(quarantined)
+        "%d adapters are not served; GET /v1/adapters says why. They are tried again when their files change, unless "
+        "it is their name that is refused",
+        len(quarantined),
     )
 
 

@@ -11,7 +11,7 @@ from ..memory.adapters.adapter import Adapter, AdapterBackend
 from ..memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import UnknownAdapter
-from ..memory.files.error import AdapterFormatError, LoadFailure
+from ..memory.files.error import AdapterFormatError, LoadFailure, PagesInUse
 from ..memory.files.identity import ContentHash, with_content, with_effect
 from ..memory.files.manifest import AdapterManifest
 from ..memory.host.image import HostImage
@@ -135,21 +135,23 @@ class ServedAdapters:
         """Load an adapter, or have it loaded at the end of a sleep, and keep it resident. False while it is being read:
         nothing is pinned then, so ask again.
 
-        No step waits for the disk here. UnknownAdapter, the reason why it can't be read, or InvalidRequest when pinned
-        adapters would take more than half of the arena.
+        No step waits for the disk here. UnknownAdapter, the reason why it can't be read, InvalidRequest when pinned
+        adapters would take more than half of the arena, or PagesInUse while requests hold what it needs.
         """
         store = self._store
         adapter = store.get(name)
         if adapter in store.pins:
             return True
         pinned, usable = store.pins.num_pages + adapter.num_pages, self._reclaimer.pool.num_usable
-        fits = 2 * pinned <= usable
-        if fits and not store.loads.fetch(adapter):
+        if 2 * pinned > usable:
+            message = f"pinned adapters would take {pinned} of {usable} pages, more than half; unpin others or raise "
+            raise InvalidRequest("pin", message + "memory_bytes")
+        if not store.loads.fetch(adapter):
             return False
-        has_room = adapter.pages or store.pins.is_asleep or (fits and self._reclaimer.make_room(adapter.num_pages))
-        if not fits or not has_room:
-            raise InvalidRequest(
-                "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
+        if not (adapter.pages or store.pins.is_asleep or self._reclaimer.make_room(adapter.num_pages)):
+            raise PagesInUse(
+                f"adapter {adapter.name!r} needs {adapter.num_pages} pages; requests in progress and pinned adapters "
+                f"hold all but {self._reclaimer.available} of {usable}: ask again when some requests have ended"
             )
         if not store.loads.fetch(adapter):  # images of evicted adapters may have taken the room of its own
             return False

@@ -46,3 +46,16 @@ def test_links_lead_to_files_and_headings(page):
 def test_files_that_a_manual_names_exist(page):
     named = set(NAMED.findall(without_code(page.read_text("utf-8"))))
     assert not sorted(name for name in named if not (ROOT / name).exists() and not re.search("[A-Z]{2}", name))
+
+
+def test_the_first_page_leads_to_every_page_of_the_site_and_only_pages_are_published():
+    """The index lacked six pages, and the site published the script that writes some of them."""
+    docs = ROOT / "docs"
+    config = (ROOT / "mkdocs.yml").read_text("utf-8")
+    linked = {path for path, _ in LINK.findall((docs / "index.md").read_text("utf-8"))}
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert {page for page in pages if page.startswith(("how-to/", "reference/", "explanation/"))} - linked == set()
+    (excluded,) = re.findall(r"^exclude_docs: \|\n((?:  .+\n)+)", config, re.MULTILINE)
+    left = (path.relative_to(docs).as_posix() for path in docs.rglob("*") if path.is_file())
+    published = [path for path in left if not path.startswith(tuple(excluded.split()))]
+    assert {Path(path).suffix for path in published} <= {".md", ".png", ".svg"}

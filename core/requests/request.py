@@ -101,7 +101,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     queue_position: int = 0
     is_later_choice: bool = False
-    """True if it arrived directly after another choice of its group."""
+    """True if it arrived after another choice of its group: directly, if that is not its sibling."""
     began_at: int = 0
     """Tokens that were cached when it was last admitted."""
     fairness_key: str = ""

@@ -136,7 +136,8 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._number(request)
         self[request] = None
         self._count(request)
-        request.is_later_choice = request.choice_group != "" and request.choice_group == self._last_choice_group
+        follows = request.sibling is not None or request.choice_group == self._last_choice_group
+        request.is_later_choice = request.choice_group != "" and follows
         self._last_choice_group = request.choice_group
         for line in self._lines(request):
             line[request] = None

@@ -84,6 +84,17 @@ def is_composition(name: str) -> bool:
         return True
 
 
+def without_scales(model: str) -> str:
+    """The name of the same adapters, each with the scale 1; a name that is no composition is itself."""
+    try:
+        composition = read_composition(model)
+    except InvalidComposition:
+        return model
+    if composition is None:
+        return model
+    return Composition.of((name, 1.0) for name, _ in composition.terms).model or model
+
+
 def _coded(name: str) -> str:
     return name.replace("%", "%25").replace("*", "%2A").replace("+", "%2B")
 

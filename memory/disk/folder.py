@@ -546,6 +546,16 @@ def _kind_of(path: str) -> tuple[str, str]:
     return owner, name.partition("-")[0]
 
 
+def check_folder(root: Path) -> None:
+    """Raise FolderRefused if a folder is there, and others may use it. Makes nothing: a start asks before it loads."""
+    try:
+        for path, is_folder in ((root, True), (root / "lock", False)):
+            with suppress(FileNotFoundError):
+                _check(str(path), is_folder=is_folder)
+    except OSError as error:
+        raise FolderRefused(f"kv_cache_dir {root}: {error.strerror or error}") from None
+
+
 def _check(path: str, *, is_folder: bool) -> None:
     """Raise FolderRefused unless only this process's user can use a file or folder."""
     status, what, mode = os.lstat(path), f"kv_cache_dir: {path}", "700" if is_folder else "600"

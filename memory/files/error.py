@@ -15,13 +15,19 @@ class LoadFailure(StrEnum):
     CHANGED = "adapter_changed"
     INVALID = "adapter_invalid"
     NO_ROOM = "no_room_beside_pinned"
+    PAGES_IN_USE = "pages_in_use"
     REMOVED = "adapter_removed"
     OVERFLOWS = "adapter_overflows"
 
     @property
     def may_pass(self) -> bool:
         """True if the same request may succeed later with an unchanged adapter."""
-        return self in (LoadFailure.UNREADABLE, LoadFailure.TIMEOUT, LoadFailure.NO_ROOM)
+        return self in (
+            LoadFailure.UNREADABLE,
+            LoadFailure.TIMEOUT,
+            LoadFailure.NO_ROOM,
+            LoadFailure.PAGES_IN_USE,
+        )
 
 
 class AdapterFormatError(ValueError):
@@ -51,6 +57,12 @@ class NoRoom(AdapterFormatError):
     """Pinned adapters leave too few pages for this one."""
 
     failure = LoadFailure.NO_ROOM
+
+
+class PagesInUse(AdapterFormatError):
+    """An adapter that may be pinned has too few pages at the moment: requests in progress hold them."""
+
+    failure = LoadFailure.PAGES_IN_USE
 
 
 def shown(value: object) -> str:

@@ -32,11 +32,15 @@ from .server_process import launched
 
 NEIGHBOUR, FLOOD = "key-of-the-neighbour", "key-of-the-flood"
 ANSWER_TOKENS = 12
+SHORT = 20
+"""Tokens of a text, where a request has thousands of them."""
+
 MOST_TIMES, LEAST_RATE = 6.0, 0.85
 """The goals: an answer's time in multiples of one alone, and the flood's rate as a share of that without a target."""
 
 _TEXT = "the quick brown fox jumps over the lazy dog and runs away "
 _TIMEOUT = 120.0
+RETRY_SECONDS = 0.2
 
 
 def _text(words: Iterator[str], tokens: int) -> str:
@@ -54,6 +58,25 @@ def _echo(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str,
     return "/v1/completions", {"model": model, **asked}, tokens
 
 
+def _texts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    texts = [_text(words, SHORT) for _ in range(2048)]
+    return "/v1/embeddings", {"model": model, "input": texts}, len(texts) * SHORT
+
+
+def _rerank(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    texts = [_text(words, SHORT) for _ in range(2047)]
+    return "/rerank", {"model": model, "query": _text(words, SHORT), "documents": texts}, (1 + len(texts)) * SHORT
+
+
+def _many_prompts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    texts = [_text(words, tokens // 4) for _ in range(128)]
+    return "/v1/completions", {"model": model, "prompt": texts, "max_tokens": 1}, len(texts) * (tokens // 4)
+
+
+def _choices(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+    return "/v1/completions", {"model": model, "prompt": _text(words, tokens), "max_tokens": 1, "n": 128}, tokens
+
+
 def _prompts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
     texts = [_text(words, tokens // 2) for _ in range(24)]
     return "/v1/completions", {"model": model, "prompt": texts, "max_tokens": 1}, len(texts) * (tokens // 2)
@@ -63,6 +86,10 @@ FLOODS: dict[str, Callable[[str, Iterator[str], int], tuple[str, dict[str, Any],
     "embeddings": _embeddings,
     "echo": _echo,
     "prompts": _prompts,
+    "2048 texts": _texts,
+    "rerank": _rerank,
+    "128 prompts": _many_prompts,
+    "n 128": _choices,
 }
 """Requests of a flood: path, body and number of prompt tokens; the built-in model has a token for each character."""
 
@@ -101,10 +128,12 @@ class Flood:
                 with self._lock:
                     path, body, num_tokens = self.make(self._words)
                 answer = sender.post(path, json=body)
+                if answer.status_code == 429:
+                    time.sleep(RETRY_SECONDS)
                 with self._lock:
                     if answer.status_code == 200:
                         self.num_tokens += num_tokens
-                    else:
+                    elif answer.status_code != 429:  # a queue has room for the texts of two of these clients
                         self.error = answer.text
 
 

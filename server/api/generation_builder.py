@@ -23,7 +23,7 @@ from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
 from ..engine.adapter_tokenizers import AdapterTokenizers
 from ..engine.backend import Backend
-from ..engine.generation import Choice, Generation
+from ..engine.generation import Choice, Generation, some_at_once
 from ..engine.telemetry import Telemetry
 from ..errors import ApiError, clipped, not_served, read_body, too_long
 from ..executors import DaemonPool
@@ -272,30 +272,34 @@ class GenerationBuilder:
         )
         own_end = self._own_end(asked, tokenizer)
         choices = []
-        for prompt, items in zip(prompts, media or [()] * len(prompts), strict=True):
-            for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked, grammar):
-                if own_end is not None:
-                    params = replace(params, stop_token_ids=(*params.stop_token_ids, own_end))
-                engine_request = requests.next(prompt, self.seeds.fill(params), items)
-                text_stream = tokenizer.text_stream(
-                    stop,
-                    skip_special_tokens=asked.skip_special_tokens,
-                    include_stop=asked.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                    marks=syntax.marks,
+        made = (
+            (prompt, items, params)
+            for prompt, items in zip(prompts, media or [()] * len(prompts), strict=True)
+            for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked, grammar)
+        )
+        async for prompt, items, params in some_at_once(made):
+            if own_end is not None:
+                params = replace(params, stop_token_ids=(*params.stop_token_ids, own_end))
+            engine_request = requests.next(prompt, self.seeds.fill(params), items)
+            text_stream = tokenizer.text_stream(
+                stop,
+                skip_special_tokens=asked.skip_special_tokens,
+                include_stop=asked.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                marks=syntax.marks,
+            )
+            choices.append(
+                Choice(
+                    len(choices),
+                    engine_request,
+                    text_stream,
+                    prompt_token_ids=prompt,
+                    prompt_only=asked.prompt_only,
+                    keeps_all=not asked.stream,
+                    reader=asked.reader(syntax),
                 )
-                choices.append(
-                    Choice(
-                        len(choices),
-                        engine_request,
-                        text_stream,
-                        prompt_token_ids=prompt,
-                        prompt_only=asked.prompt_only,
-                        keeps_all=not asked.stream,
-                        reader=asked.reader(syntax),
-                    )
-                )
-                choices[-1].own_end = own_end
+            )
+            choices[-1].own_end = own_end
         generation = Generation(
             self.worker,
             choices,

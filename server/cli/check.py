@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
-from ...core.base_name import names_of, with_base
+from ...core.base_name import named_base, names_of, short_name, with_base
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import inspect_adapter, open_weights
 from ...memory.files.manifest import AdapterManifest
@@ -119,7 +119,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
         manifest = with_content(manifest)
         uses = uses_of(manifest)
     except AdapterFormatError as error:
-        return Verdict(str(path), Status.REFUSED, [str(error)])
+        return Verdict(str(path), Status.REFUSED, [str(error), *_other_base(path, base, str(error))])
     if base.names is not None:
         manifest = with_base(manifest, base.names, strict=False)
     reasons = _differences(manifest)
@@ -138,11 +138,22 @@ def check(path: Path, base: _Base | None) -> Verdict:
     )
 
 
+def _other_base(path: Path, base: _Base | None, told: str) -> list[str]:
+    """For a refused adapter of another model, that model's name, unless the reason tells it: it is likely the cause."""
+    named = named_base(path)
+    if base is None or base.names is None or named is None or short_name(named) in base.names or shown(named) in told:
+        return []
+    return [_trained_on(named)]
+
+
+def _trained_on(named: str | None) -> str:
+    return f"it was trained on {shown(named)}, which is not this model"
+
+
 def _differences(manifest: AdapterManifest) -> list[str]:
     reasons = []
     if manifest.names_other_base:
-        base = shown(manifest.base_model)
-        reasons.append(f"it was trained on {base}, which is not this model; --strict-base would refuse it")
+        reasons.append(f"{_trained_on(manifest.base_model)}; --strict-base would refuse it")
     if manifest.num_left_out:
         reasons.append(
             f"{manifest.num_left_out} of its tensors are outside the text model, such as in a vision tower, "

@@ -181,7 +181,7 @@ class Dispatcher:
     # --- links ---
 
     def on_up(self, link: Link) -> None:
-        log.info("replica %s is connected", link.name)
+        log.info("replica %s is connected, process %s", link.name, link.pid)
         self.fleet.note_up(link)
         self.placer.place_waiting()
         self.on_change()

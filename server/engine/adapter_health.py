@@ -114,12 +114,13 @@ class AdapterHealthChecker(Repeating):
         try:
             image = HostImage()
             manifest = self._beside(lambda: self._worker.check_adapter(one.path, self._places, image))
+            is_served = manifest is not None and self._adapters.release(one.name, manifest, image).result()
         except AdapterFormatError as error:
             log.warning("adapter %s changed, but is not served: %s", one.name, error)
             again = replace(one, reason=str(error), stamp=stamp)
             self._adapters.keep_aside(again).result()
             return
-        if manifest is not None and self._adapters.release(one.name, manifest, image).result():
+        if manifest is not None and is_served:
             audit.info("adapter %s has changed and is served now: content %s", one.name, manifest.content_hash)
             report(one.name, manifest)
 

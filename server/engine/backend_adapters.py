@@ -266,7 +266,7 @@ class BackendAdapters(ABC):
         """Release an adapter from quarantine; False if it was removed or replaced meanwhile."""
 
         def release(names: AdapterTable) -> bool:
-            if names.quarantine.pop(name, None) is None or name in names:
+            if name not in names.quarantine or name in names:
                 return False
             names.register(name, manifest, image)
             return True

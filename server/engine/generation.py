@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ...core.requests.request import Request
 from ...core.requests.request_params import InvalidRequest
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .usage import Spent
 
+T = TypeVar("T")
+
 _UNRECORDED = RequestRecords()
 
 TURN_SECONDS = 0.0005
@@ -31,6 +33,9 @@ TURN_SECONDS = 0.0005
 
 TOOL_CALLS = "tool_calls"
 """OpenAI's finish_reason of a message that calls tools."""
+
+AT_ONCE = 32
+"""Choices of a call that are made, or submitted, before others get a turn on the event loop."""
 
 BULK = 64
 """Outputs read at once for a request without streaming and without stop strings."""
@@ -55,6 +60,14 @@ class Delta:
     """Logprobs of the prompt tokens except the first: on a choice's first delta, if requested."""
     parts: Sequence[Part] | None = None
     """The text split into content, reasoning and tool calls, as far as it is certain; None without a parser."""
+
+
+async def some_at_once(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items, with a turn for others on the event loop after every few."""
+    for index, item in enumerate(items):
+        if index and index % AT_ONCE == 0:
+            await asyncio.sleep(0)
+        yield item
 
 
 class Choice:
@@ -102,7 +115,7 @@ class Choice:
         self.own_end: int | None = None
         """A stop token that the client did not ask for."""
         self._reader = reader
-        self._scores = ContentLogprobs()
+        self._scores = None if reader is None else ContentLogprobs()
         self._keeps_all = keeps_all
         self._stream = text_stream
         self._prompt_only = prompt_only
@@ -136,8 +149,8 @@ class Choice:
             self.num_reasoning_tokens += len(tokens) if self._reader.reasons else 0
             final = self.finish_reason is not None
             parts = self._reader.read(text, final=final)
-            if self.request.params.logprobs is not None:
-                parts = self._with_scores(parts, output, offsets, final=final)
+            if self._scores is not None and self.request.params.logprobs is not None:
+                parts = self._with_scores(self._scores, parts, output, offsets, final=final)
             if self.finish_reason == FinishReason.STOP.value and self._reader.calls:
                 self.finish_reason = TOOL_CALLS
         self.token_ids += tokens
@@ -160,11 +173,11 @@ class Choice:
         )
 
     def _with_scores(
-        self, parts: list[Part], output: RequestOutput, offsets: Sequence[int], *, final: bool
+        self, scores: ContentLogprobs, parts: list[Part], output: RequestOutput, offsets: Sequence[int], *, final: bool
     ) -> list[Part]:
         """The parts with the log-probabilities of their tokens; an end token that is not shown is in none."""
         shown = offsets[:-1] if offsets and self._is_end(output, output.token_ids[len(offsets) - 1]) else offsets
-        return self._scores.given(parts, shown, output.logprobs[: len(shown)], self._stream.position, final=final)
+        return scores.given(parts, shown, output.logprobs[: len(shown)], self._stream.position, final=final)
 
     def _add_counts(self, output: RequestOutput) -> None:
         if self.num_cached_tokens is None:
@@ -293,17 +306,22 @@ class Generation:
         """Returns when the engine has accepted every choice; raises its InvalidRequest or Overloaded otherwise."""
         loop = self._loop = asyncio.get_running_loop()
         receiver = (self._put_in_bulk, None) if self._in_bulk else (self._put, loop)
+        waiting: list[asyncio.Future[None]] = []
         try:
             self._open.update(self._by_request)
-            answers = await asyncio.gather(
-                *(asyncio.wrap_future(self._worker.submit(choice.request, *receiver)) for choice in self.choices),
-                return_exceptions=True,
-            )
-            for answer in answers:
+            for first in range(0, len(self.choices), AT_ONCE):
+                if first:
+                    await asyncio.sleep(0)
+                # between two steps the engine takes in all that it is given: of a call that is at most two lots
+                await asyncio.gather(*waiting[max(0, first - 2 * AT_ONCE) : max(0, first - AT_ONCE)])
+                some = self.choices[first : first + AT_ONCE]
+                waiting += [asyncio.wrap_future(self._worker.submit(each.request, *receiver)) for each in some]
+            for answer in await asyncio.gather(*waiting, return_exceptions=True):
                 if isinstance(answer, BaseException):
                     raise answer
             self._check_tokenizer()
         except BaseException:
+            asyncio.gather(*waiting, return_exceptions=True).cancel()  # nobody waits for them any more
             for request_id in self._open:
                 self._worker.abort(request_id)
             self._open.clear()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.requests.types import FinishReason
+from ...memory.adapters.composition import without_scales
 from ..executors import Repeating
 from .appended_csv import AppendedCsv
 
@@ -71,7 +72,9 @@ class UsageFile(Repeating):
         self._num_lost = 0
 
     def note(self, model: str, tenant: str, reason: str, one: Ended) -> None:
-        """A choice has ended; a prompt with several choices counts once."""
+        """A choice has ended; a prompt with several choices counts once. Of scales there is no end: a composition's
+        row has its adapters' names alone.
+        """
         used = Used(
             requests=1,
             errors=reason == FinishReason.ERROR,
@@ -82,7 +85,7 @@ class UsageFile(Repeating):
             queue_seconds=one.queue_seconds or 0.0,
         )
         with self._lock:
-            self._add((tenant, model), used)
+            self._add((tenant, without_scales(model)), used)
 
     def stop(self) -> bool:
         """Write the remaining rows."""

@@ -114,6 +114,7 @@ class Acceptor:
     async def _begin_one(self, one: Accepted) -> None:
         try:
             _, connection = await self._loop.connect_accepted_socket(lambda: self._make(one), one.socket)
-            connection.data_received(bytes(one.data))
         except OSError:  # its client has left meanwhile
             self._connections.close(one)
+        else:  # the transport closes it from now on
+            connection.data_received(bytes(one.data))

@@ -1,10 +1,14 @@
-"""Bodies of multipart/form-data, read part by part as they arrive."""
+"""Bodies of multipart/form-data, read part by part as they arrive.
+
+Tests: tests/server/api/adapters/test_adapter_versions.py
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from email.message import Message
 from typing import NamedTuple
 
@@ -36,7 +40,8 @@ def boundary_of(content_type: str) -> bytes | None:
     header["content-type"] = content_type
     if header.get_content_type() != "multipart/form-data":
         return None
-    boundary = header.get_boundary("")
+    with _readable("content-type"):
+        boundary = header.get_boundary("")
     if not re.fullmatch(r"[\x21-\x7e ]{1,70}", boundary):
         raise ApiError(400, "multipart/form-data needs a boundary of at most 70 characters")
     return boundary.encode()
@@ -50,6 +55,16 @@ async def pieces(body: AsyncIterator[bytes], boundary: bytes) -> AsyncIterator[P
             yield piece
     if not form.is_over:
         raise ApiError(400, "the form ends before its last boundary")
+
+
+@contextmanager
+def _readable(header: str) -> Iterator[None]:
+    """Reading parameters of a header: those that `email` can't put together or decode (RFC 2231) are a 400."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError):
+        message = f'{header} has parameters that can\'t be read; write each as NAME="VALUE", without a * in its name'
+        raise ApiError(400, message) from None
 
 
 class _Form:
@@ -101,10 +116,11 @@ class _Form:
         self._value.clear()
 
     def _end_head(self) -> None:
-        name = self._header.get_param("name", None, "content-disposition")
-        if not isinstance(name, str):
+        with _readable("a part's content-disposition"):
+            name, file_name = self._header.get_param("name", None, "content-disposition"), self._header.get_filename()
+        if not isinstance(name, str) or not name:
             raise ApiError(400, "a part of the form has no name")
-        self._part = name, self._header.get_filename()
+        self._part = name, file_name
 
     def _give(self, data: bytes) -> None:
         self._pieces.append(Piece(*self._part, data))

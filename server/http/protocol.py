@@ -249,7 +249,10 @@ class HttpConnection(HttpToolsProtocol):
         self._refused = True
         self.flow.resume_reading()
         if not self.transport.is_closing():
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection, which the system tells here first
+                self.transport.abort()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Upgrades are not supported; the request is answered as it is."""

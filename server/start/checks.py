@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from ...core.base_name import named_base
 from ...core.model.config_json import UnsupportedModel
 from ...core.model.pooling_config import PoolingConfig
-from ...memory.files.config import CONFIG_FILE
+from ...memory.disk.folder import FolderRefused, check_folder
 from ...memory.files.format import is_adapter_dir
 from ..access.hosts import is_loopback
 from ..access.keys import InvalidKey
@@ -40,11 +40,20 @@ def check_model(settings: Settings) -> None:
     for root in settings.adapter_roots or ():
         if not root.is_dir():
             raise LaunchError(f"adapter_roots has {root}, but there is no such directory; make it, or leave it out")
+    _check_kv_cache(settings)
     for rule in settings.adapter_rules:
         if (package := missing_package(rule.location)) is not None:
             command = "pip install 'chorus-lora[stores]'"
             raise LaunchError(f"{rule.location.url} needs the package {package}; run: {command}")
     _check_names(settings)
+
+
+def _check_kv_cache(settings: Settings) -> None:
+    if settings.kv_cache_dir is not None:
+        try:
+            check_folder(settings.kv_cache_dir)
+        except FolderRefused as error:
+            raise LaunchError(str(error)) from None
 
 
 def _check_pooling(settings: Settings) -> None:
@@ -58,11 +67,7 @@ def _why_no_model(path: Path) -> str:
     """A description of a directory without a `config.json`, as far as its files tell."""
     if not is_adapter_dir(path):
         return "it has no config.json"
-    try:
-        base = json.loads((path / CONFIG_FILE).read_bytes()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        base = None
-    model = base if isinstance(base, str) and base.isprintable() and base else "BASE"
+    model = named_base(path) or "BASE"
     return (
         "it is a LoRA adapter. Serve the model that it was trained on, and the adapter with it: "
         f"chorus serve {model[:200]} --lora-modules {path.resolve().name}={path}"

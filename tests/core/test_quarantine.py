@@ -111,6 +111,18 @@ def test_of_a_hundred_adapters_the_broken_ones_are_named_once_with_all_of_the_sa
     assert len(lines) == 2
 
 
+def test_an_adapter_whose_name_is_refused_is_not_tried_again(build, directory, caplog):
+    """A change of its files ended the turn that looks after all adapters: a composition's name is printable, too."""
+    refused = {"r2*0.5", " blank", "a*2+b"}
+    for name in refused:
+        shutil.copytree(directory / "r2-qv", directory / name)
+    quarantine = build().adapters.quarantine
+    assert refused < quarantine.keys()
+    unnamed = refused | {name for name in BROKEN if name.startswith("'")}
+    assert {name for name, one in quarantine.items() if not one.can_retry} == unnamed
+    assert "unless it is their name that is refused" in caplog.text
+
+
 def test_strictly_the_first_broken_one_stops_the_start(build):
     with pytest.raises(AdapterFormatError, match="bad-json"):
         build(strict_adapters=True)

@@ -7,6 +7,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
+from chorus.memory.files.error import PagesInUse
 
 from ..simulation.checked_engine import CheckedEngine
 from .scheduling.test_scheduling import HeldReads
@@ -58,3 +59,17 @@ def test_an_engine_with_nothing_else_to_do_sees_a_pinned_adapter_s_copy_end(is_k
     checked.drain(limit=10)
     assert store.tier(adapter) is (Tier.DEVICE if is_kept else Tier.HOST)
     assert checked.engine.pool.num_free == checked.engine.pool.num_usable - len(adapter.pages)
+
+
+def test_a_pin_without_room_at_the_moment_says_so_and_succeeds_later():
+    """It was refused like one that would never fit: "would take 2 of 7 pages; unpin others", with nothing pinned."""
+    checked = CheckedEngine(adapters="a", num_pages=1 + 7, preemption="recompute")
+    adapters, adapter = checked.engine.adapters, checked.engine.store.get("a")
+    assert 2 * adapter.num_pages <= checked.engine.pool.num_usable
+    checked.add("base", prompt=[6] * 24, max_tokens=2)
+    checked.step()
+    with pytest.raises(PagesInUse, match="requests in progress") as refused:
+        adapters.pin("a")
+    assert refused.value.failure.may_pass and adapter not in checked.engine.store.pins
+    checked.drain()
+    assert adapters.pin("a")

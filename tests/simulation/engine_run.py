@@ -22,7 +22,7 @@ from chorus.core.scheduling.overload import Overloaded
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.adapters.composition import read_composition
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.files.error import AdapterFormatError, LoadFailure
+from chorus.memory.files.error import AdapterFormatError, LoadFailure, PagesInUse
 from chorus.memory.files.identity import with_content
 
 from .asked import Asked, Told, Violation, invoked_at, promise
@@ -362,12 +362,13 @@ class EngineRun(ABC):
         except UnknownAdapter:
             promise(adapter is None, f"{name} is unknown")
             return
-        except InvalidRequest as error:
+        except (InvalidRequest, PagesInUse) as error:
             assert adapter is not None
-            promise(error.field == "pin" and adapter not in self.pinned, f"{name} is pinned, and refused: {error}")
+            promise(adapter not in self.pinned, f"{name} is pinned, and refused: {error}")
             is_too_much = 2 * (self._num_pinned + adapter.num_pages) > usable
             has_no_room = not adapter.pages and held + adapter.num_pages > usable
-            promise(is_too_much or has_no_room, f"there is room to pin {name}")
+            is_told = is_too_much if isinstance(error, InvalidRequest) else has_no_room and not is_too_much
+            promise(is_told, f"there is room to pin {name}")
             self.reached["no room to pin"] += 1
             return
         except (AdapterFormatError, OSError, TimeoutError) as error:

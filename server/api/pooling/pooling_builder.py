@@ -18,7 +18,7 @@ from ....core.requests.media import MediaItem
 from ....core.requests.pooling import from_bytes
 from ....core.requests.request_params import InvalidRequest, RequestParams
 from ...access.limits import RequestLimits
-from ...engine.generation import Choice, Generation
+from ...engine.generation import Choice, Generation, some_at_once
 from ...errors import ApiError, too_long
 from ...text.tokenizer import Tokenizer
 from ..caller import Caller
@@ -54,7 +54,8 @@ class PoolingBuilder:
         self.check_dimensions(asked.dimensions)
         normalises = self.config.normalises if asked.normalises is None else asked.normalises
         prompts, media = await self.prompts(caller, asked)
-        generation = self.generation(prefix, caller, asked, prompts, params=self.vector(), arrival=arrival, media=media)
+        vector = self.vector()
+        generation = await self.generation(prefix, caller, asked, prompts, params=vector, arrival=arrival, media=media)
 
         def vectors() -> list[np.ndarray]:
             return [cut(each, asked.dimensions, normalises=normalises) for each in results(generation)]
@@ -162,7 +163,7 @@ class PoolingBuilder:
             return self.builder.tokenizer.cuts_left
         return asked.truncation_side == "left"
 
-    def generation(
+    async def generation(
         self,
         prefix: str,
         caller: Caller,
@@ -198,9 +199,9 @@ class PoolingBuilder:
             is_alone=len(prompts) == 1,
         )
         choices: list[Choice] = []
-        for prompt, images in zip(prompts, media or [()] * len(prompts), strict=True):
-            engine_request = requests.next(prompt, builder.seeds.fill(params), images)
-            stream = builder.tokenizer.text_stream()
+        params, stream = builder.seeds.fill(params), builder.tokenizer.text_stream()  # nothing is sampled, or written
+        async for prompt, images in some_at_once(zip(prompts, media or [()] * len(prompts), strict=True)):
+            engine_request = requests.next(prompt, params, images)
             choices.append(Choice(len(choices), engine_request, stream, prompt_token_ids=prompt, prompt_only=True))
         return Generation(
             builder.worker,

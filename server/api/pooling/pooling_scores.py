@@ -36,7 +36,7 @@ class Scores:
     ) -> tuple[Generation, Callable[[], list[tuple[str, np.ndarray]]]]:
         """The generation that classifies texts, and a function that returns each text's label and values at its end."""
         prompts, media = await self.pooling.prompts(caller, asked)
-        generation = self.pooling.generation(
+        generation = await self.pooling.generation(
             prefix, caller, asked, prompts, params=CLASSES, arrival=arrival, media=media
         )
         is_base = generation.choices[0].request.adapter_name is None
@@ -70,10 +70,10 @@ class Scores:
             texts = list(dict.fromkeys(chain.from_iterable(pairs)))
             prompts = await self.pooling.encoded(caller, asked, texts)
             vector = self.pooling.vector()
-            generation = self.pooling.generation(prefix, caller, asked, prompts, params=vector, arrival=arrival)
+            generation = await self.pooling.generation(prefix, caller, asked, prompts, params=vector, arrival=arrival)
             return generation, partial(_similarities, generation, texts, pairs)
         prompts = await self.pooling.encoded_pairs(caller, asked, pairs)
-        generation = self.pooling.generation(prefix, caller, asked, prompts, params=params, arrival=arrival)
+        generation = await self.pooling.generation(prefix, caller, asked, prompts, params=params, arrival=arrival)
         if params.classify:
             return generation, partial(self._head_scores, generation, activates=activates)
         return generation, partial(_token_scores, generation, params.logprob_token_ids, activates=activates)

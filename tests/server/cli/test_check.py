@@ -86,6 +86,21 @@ def test_refusals_and_differences_have_their_exit_codes(gqa, adapter, tmp_path, 
     assert capsys.readouterr().out.startswith("refused: ")
 
 
+def test_a_refused_adapter_of_another_model_is_said_to_be_one(gqa, adapter):
+    """Of a tensor that no layer has the reason tells nothing of the model that it was trained on."""
+    tensors = load_file(adapter / WEIGHTS)
+    save_file({name.replace("layers.0", "layers.70"): one for name, one in tensors.items()}, adapter / WEIGHTS)
+    edit(adapter, base_model_name_or_path=f"org/{gqa.model.name}")
+    code, (one,) = checked(adapter, "--model", gqa.model)
+    assert code == 1 and len(one["reasons"]) == 1
+    edit(adapter, base_model_name_or_path="org/other-7b")
+    code, (one,) = checked(adapter, "--model", gqa.model)
+    assert code == 1 and one["reasons"][1:] == ["it was trained on 'org/other-7b', which is not this model"]
+    edit(adapter, r=3)
+    code, (one,) = checked(adapter)
+    assert code == 1 and len(one["reasons"]) == 1, "without a model there is no other"
+
+
 def test_without_a_model_the_files_must_agree_with_themselves(adapter):
     edit(adapter, r=3)
     code, (one,) = checked(adapter)

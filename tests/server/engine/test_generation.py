@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from concurrent.futures import Future
 
 import pytest
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.request_params import RequestParams
+from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.core.requests.types import FinishReason, RequestOutput
-from chorus.server.engine.generation import BULK, Choice, Generation
+from chorus.server.engine.generation import AT_ONCE, BULK, Choice, Generation
 from chorus.server.text.detokenizer import ByteDetokenizer, TextStream
 
 LENGTH = FinishReason.LENGTH
@@ -41,6 +42,82 @@ def make_generation(worker, num_choices=1, in_bulk=True):
 
 def output(token, index=0, finish=None):
     return RequestOutput(f"c-{index}", (token,), finish_reason=finish)
+
+
+async def longest_stretch(work, count):
+    """The most that `count` grows by between two turns of the event loop while `work` runs."""
+    task, before, longest = asyncio.ensure_future(work), count(), 0
+    while not task.done():
+        await asyncio.sleep(0)
+        longest, before = max(longest, count() - before), count()
+    return await task, longest
+
+
+@pytest.mark.parametrize("num_choices", [AT_ONCE - 1, 2048])
+def test_a_call_of_many_choices_submits_a_few_between_turns_of_the_event_loop(num_choices):
+    """Submitting 2,048 in one turn held up everybody else for a tenth of a second."""
+
+    async def submit():
+        worker = FakeWorker()
+        generation = make_generation(worker, num_choices)
+        _, longest = await longest_stretch(generation.start(), lambda: len(worker.receivers))
+        assert len(worker.receivers) == num_choices
+        return longest
+
+    assert asyncio.run(submit()) == min(num_choices, AT_ONCE)
+
+
+def test_the_engine_takes_in_a_few_choices_of_a_call_between_two_steps():
+    """All of 2,048 were, and the next token of everybody else waited for them."""
+
+    class Slow(FakeWorker):
+        def __init__(self):
+            super().__init__()
+            self.waiting, self.most = [], 0
+
+        def submit(self, request, on_output, loop):
+            super().submit(request, on_output, loop)
+            self.waiting.append(Future())
+            return self.waiting[-1]
+
+        def step(self):
+            taken, self.waiting = self.waiting, []
+            self.most = max(self.most, len(taken))
+            for one in taken:
+                one.set_result(None)
+
+    async def submit():
+        worker = Slow()
+        starting = asyncio.ensure_future(make_generation(worker, 2048).start())
+        while not starting.done():
+            await settle()
+            worker.step()
+        return worker.most, len(worker.receivers)
+
+    assert asyncio.run(submit()) == (2 * AT_ONCE, 2048)
+
+
+def test_a_call_that_is_given_up_while_it_is_submitted_leaves_nothing_behind(caplog):
+    class Refusing(FakeWorker):
+        def submit(self, request, on_output, loop):
+            super().submit(request, on_output, loop)
+            refused = Future()
+            refused.set_exception(InvalidRequest("model", "no"))
+            return refused
+
+    async def leave():
+        worker = Refusing()
+        starting = asyncio.ensure_future(make_generation(worker, 4 * AT_ONCE).start())
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await settle()
+        assert len(worker.receivers) == AT_ONCE and {*worker.receivers} <= {*worker.aborted}
+
+    asyncio.run(leave())
+    gc.collect()
+    assert not caplog.records, "futures of refusals were left alone"
 
 
 async def settle():

@@ -143,6 +143,16 @@ def test_what_a_full_disk_refuses_is_written_later(tmp_path, monkeypatch, caplog
     assert rest[:6] == ["acme", "alice", "2", "1", "10", "4"] and abs(time.time() - float(when)) < 60
 
 
+def test_compositions_with_other_scales_share_a_row(tmp_path):
+    """A client may choose scales without end, and each set of them had a row."""
+    file = UsageFile(tmp_path / "usage.csv")
+    for model in ("a*0.25+b*0.5", "a*0.125+b*0.75", "b*2", "b*3+a*0", "b", "x*y", "a*9e9+b*1"):
+        file.note(model, "acme", "stop", ENDED)
+    file.flush()
+    rows = [row[2:4] for row in csv.reader(file.path.read_text().splitlines()[1:])]
+    assert rows == [["a*1+b*1", "2"], ["b", "3"], ["x*y", "1"], ["a*9e9+b*1", "1"]]
+
+
 def test_what_no_disk_takes_is_bounded_and_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(usage_file, "MAX_UNWRITTEN", 1)
     file = UsageFile(tmp_path / "usage.csv")

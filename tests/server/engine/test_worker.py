@@ -423,7 +423,7 @@ def test_a_slow_read_is_not_a_hung_step(worker, watch, fake_engine, monkeypatch)
 
 def test_a_slow_load_is_not_a_hung_step(worker, watch, fake_engine):
     begun, release = threading.Event(), threading.Event()
-    fake_engine.adapters.check = lambda path, roots, image: (begun.set(), release.wait(60))
+    fake_engine.adapters.check = lambda *_, **limits: (begun.set(), release.wait(60))
     loading = threading.Thread(target=worker.check_adapter, args=(None,), daemon=True)
     loading.start()
     assert begun.wait(30)

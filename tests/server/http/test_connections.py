@@ -2,10 +2,12 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import signal
 import socket
+import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -13,7 +15,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from chorus.server.http.connections import Connections
-from chorus.server.http.protocol import MAX_HEADERS, MAX_IGNORED_BYTES, MAX_PIPELINED
+from chorus.server.http.protocol import MAX_HEADERS, MAX_IGNORED_BYTES, MAX_PIPELINED, HttpConnection
 from chorus.server.start.launch import RESERVED_DESCRIPTORS, max_connections
 
 pytestmark = pytest.mark.wide
@@ -389,6 +391,27 @@ def test_a_slow_body_of_a_get_is_cut(start, fake_engine):
 def test_what_the_parser_lets_through_is_bounded(start, fake_engine, sent, status):
     answer = ends(connect(start(fake_engine, settings=HURRIED), sent))
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:300]
+
+
+def test_a_reset_behind_invalid_http_is_no_error_of_the_server(start, fake_engine, monkeypatch, caplog):
+    """Closing the connection then raises: asyncio logged 45 lines for each."""
+    answered, gone = threading.Event(), threading.Event()
+    close = HttpConnection._read_no_more  # noqa: SLF001
+
+    def close_late(connection):
+        answered.set()
+        assert gone.wait(60)
+        close(connection)
+
+    monkeypatch.setattr(HttpConnection, "_read_no_more", close_late)
+    live = start(fake_engine)
+    connection = connect(live, b"no HTTP\r\n\r\n")
+    assert answered.wait(60)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    gone.set()
+    assert ends(connect(live, ASKS)).startswith(b"HTTP/1.1 200")
+    assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
 def test_a_trailer_is_no_header(start, fake_engine):

@@ -572,7 +572,7 @@ def test_nothing_long_is_echoed(shared):
 def test_what_the_disk_did_is_no_500_and_names_no_directory(start, fake_engine, tmp_path):
     live = start(fake_engine, adapter_roots=(tmp_path,))
 
-    def fails(path, *rest):
+    def fails(path, *rest, **limits):
         raise OSError(5, "Input/output error", str(path))
 
     fake_engine.adapters.check = fails

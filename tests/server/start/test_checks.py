@@ -42,3 +42,18 @@ def test_a_path_that_does_not_exist_is_refused_with_its_setting(tmp_path, field,
 def test_a_directory_without_a_model_says_so(tmp_path):
     with pytest.raises(LaunchError, match=r"holds no model: it has no config\.json"):
         check_model(Settings(model=tmp_path))
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_folder_of_prefixes_that_others_may_use_is_refused_before_the_model_is_loaded(tmp_path, is_file):
+    folder = tmp_path / "kv"
+    settings = Settings(kv_cache_dir=folder, kv_cache_disk_bytes=1 << 30, host_cache_bytes=1 << 26)
+    check_model(settings)
+    assert not folder.exists(), "a check makes nothing"
+    folder.mkdir(mode=0o700)
+    check_model(settings)
+    if is_file:
+        (folder / "lock").touch()
+    (folder / "lock" if is_file else folder).chmod(0o755)
+    with pytest.raises(LaunchError, match=r"has mode 755, so other users may use it; chmod [67]00 it"):
+        check_model(settings)

@@ -255,7 +255,10 @@ def test_what_a_thousand_adapters_and_their_tenants_have_used_is_sorted_by_any_c
     browser.fill("#usage-search", "")
     browser.run("document.querySelector('#usage-by input[value=tenants]').click()")
     browser.wait(f"{rows.replace('return ', 'return (')}).length === 7")
-    assert browser.run("return document.querySelector('#usage-columns').lastChild.textContent") == "Budget left"
+    assert browser.run("return document.querySelector('#usage-columns').lastChild.textContent") == "Tokens left"
+    for head in ("#usage-columns th.n", ".requests th.n", "#arena-replicas th.n"):
+        style = browser.run("return getComputedStyle(document.querySelector(arguments[0])).textAlign", head)
+        assert style == "right", f"{head} is above its numbers"
 
 
 def test_each_page_has_an_owner(browser, large):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.merging.dlora import INITIAL_CREDIT
+from chorus.memory.adapters.reclaimer import Reclaimer
 
 pytestmark = pytest.mark.wide
 
@@ -332,6 +333,12 @@ class TestPins:
         assert error_of(self.pin(live, "first", "yes"), 400)[0] == "pinned"
         monkeypatch.setattr(type(live.engine.store.pins), "num_pages", 1 << 20)
         assert error_of(self.pin(live, "first", True), 400) == ("pinned", "no_room_to_pin")
+
+    def test_what_cannot_be_pinned_at_the_moment_is_to_be_asked_again(self, live, monkeypatch):
+        monkeypatch.setattr(Reclaimer, "make_room", lambda *_: False)
+        refused = self.pin(live, "first", True)
+        assert error_of(refused, 503)[1] == "pages_in_use" and refused.headers["retry-after"] == "1"
+        assert "unpin" not in refused.json()["error"]["message"]
 
     def test_bodies_that_are_no_json_are_refused(self, live):
         response = live.client.patch("/v1/adapters/first", content="pinned=true")

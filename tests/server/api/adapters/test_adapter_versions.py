@@ -322,6 +322,36 @@ async def test_what_is_no_form(body):
             pass
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "name*; name*0",
+        "name*0; name*",
+        "name=a; filename*=idna''%ff",
+        "name=a; filename*=\"x\0y\"''a",
+        "name=a; filename*=undefined''%ff",
+        "name*0",
+    ],
+)
+@pytest.mark.anyio
+async def test_parameters_in_parts_that_cannot_be_put_together_are_a_400(parameters):
+    """`email` raises a TypeError or a UnicodeError for them, which was a 500."""
+
+    async def sent():
+        yield f"--b\r\ncontent-disposition: form-data; {parameters}\r\n\r\n1\r\n--b--".encode()
+
+    with pytest.raises(ApiError) as refused:
+        async for _ in pieces(sent(), b"b"):
+            pass
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("parameters", ["boundary*; boundary*0", "boundary*=idna''%ff", "boundary*0"])
+def test_a_boundary_that_cannot_be_put_together_is_a_400(parameters):
+    with pytest.raises(ApiError):
+        boundary_of(f"multipart/form-data; {parameters}")
+
+
 def as_json(path, **fields):
     config, weights = ((path / file).read_bytes() for file in FILES)
     return {"adapter_config": json.loads(config), "adapter_model": base64.b64encode(weights).decode(), **fields}

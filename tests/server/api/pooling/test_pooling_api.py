@@ -1,9 +1,11 @@
 """Embeddings, classes, scores and rankings of a real engine on a tiny model, against transformers and peft."""
 
+import asyncio
 import base64
 import json
 import math
 import shutil
+import threading
 from contextlib import ExitStack
 
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.server.engine.generation import AT_ONCE, Choice
 from chorus.server.settings import Settings
 from chorus.server.text.conversation import Conversation
 
@@ -105,6 +108,40 @@ def test_the_openai_client_gets_vectors_of_the_base_and_of_adapters(live, refere
             for each, ids in zip(answer.data, tokens, strict=True):
                 assert cosine(each.embedding, states(reference, adapter, ids)[-1]) >= 0.999999
                 assert math.isclose(np.linalg.norm(each.embedding), 1, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [f"{index}" for index in range(300)]}),
+        ("/rerank", {"query": "q", "documents": [f"{index}" for index in range(300)]}),
+        ("/v1/completions", {"prompt": "a", "n": 100, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [f"{index}" for index in range(100)], "max_tokens": 1}),
+    ],
+    ids=["embeddings", "rerank", "n", "prompts"],
+)
+def test_a_call_of_many_choices_leaves_the_event_loop_to_others_while_they_are_made(serve, monkeypatch, path, body):
+    """A rerank of 2,047 documents held it for a tenth of a second, and a ping took twice as long."""
+    live, made, longest, over = serve(max_prompts=128), [0], [0], threading.Event()
+    init = Choice.__init__
+
+    def make(choice, *given, **named):
+        made[0] += 1
+        init(choice, *given, **named)
+
+    async def watch():
+        before = 0
+        while not over.is_set():
+            await asyncio.sleep(0)
+            longest[0], before = max(longest[0], made[0] - before), made[0]
+
+    monkeypatch.setattr(Choice, "__init__", make)
+    watching = asyncio.run_coroutine_threadsafe(watch(), live.loop)
+    answer = live.post(path, **{"model": "base", **body})
+    over.set()
+    watching.result(60)
+    assert answer.status_code == 200, answer.text
+    assert made[0] >= 100 and longest[0] <= AT_ONCE
 
 
 def test_every_kind_of_input_and_format(live, reference, tokenizer):
