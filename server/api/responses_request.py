@@ -109,6 +109,9 @@ class ResponsesRequest:
         tools = ResponseTools.of(asked.tools)
         told = [item for item in enumerate(asked.input) if item[1].get("type") not in UNREAD]
         left_out = dict.fromkeys(f"input.{each['type']}" for each in asked.input if each.get("type") in UNREAD)
+        if left_out and not told and not asked.instructions:
+            items = ", ".join(name.removeprefix("input.") for name in left_out)
+            raise wrong("input", f"more than items that the model is not shown ({items}); add a message")
         chat = asked.as_chat(
             limits,
             NAMES | tools.places,
