@@ -187,7 +187,7 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         return {"role": "tool", "content": output or "", "tool_call_id": _call_id(item, where)}
     if kind == "reasoning":
         parts = objects(item.get("content") or item.get("summary") or [], f"{where}.content")
-        texts = [part_text(part, where, ("reasoning_text", "summary_text")) for part in parts]
+        texts = [part_text(part, where, ("reasoning_text", "summary_text", "text")) for part in parts]
         return {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
     if kind == "item_reference":
         raise unsupported(f"{where}.type", f"{where} refers to an item of an earlier response; {_STATELESS}")
