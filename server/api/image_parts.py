@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import unquote
 
 from ...core.media.images import BadImage, check_size
 from ...core.media.settings import LOW
@@ -103,7 +102,7 @@ def _of_source(source: Any) -> ImageFile | ImageUrl:
 def of_url(url: str) -> ImageFile | ImageUrl:
     """The file of a data URL, or where an image is. Raises ValueError, as `image_of` does."""
     if match := _DATA_URL.match(url):
-        return _of_base64(unquote(url[match.end() :]))
+        return _of_base64(url[match.end() :])
     scheme = url.partition(":")[0].lower()[:16] if ":" in url[:20] else ""
     if scheme in ("http", "https"):
         if len(url) > MAX_URL:
