@@ -150,7 +150,7 @@ def test_texts_that_a_template_looks_for_are_left_whole():
     ("normalizer", "content"),
     [
         (normalizers.Lowercase(), "<|END|>"),
-        (normalizers.Lowercase(), parts("<|E", "ND|>")),
+        (normalizers.Lowercase(), parts("<|EN", "D|>")),
         (normalizers.Sequence([normalizers.Replace("_", " "), normalizers.NFKC()]), "\uff1c|end|>"),
         (normalizers.NFKC(), parts("a", "\uff1cs", "\uff1e")),
     ],
