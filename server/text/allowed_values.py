@@ -89,7 +89,7 @@ def _of_values(values: Iterable[Any]) -> Allowed:
     return Allowed(found)
 
 
-_ANY, _NONE = Allowed(), Allowed({})
+_ANY, _NONE, _NULL = Allowed(), Allowed({}), Allowed({"null": None})
 
 
 def _both(one: Mapping[Any, None] | None, other: Mapping[Any, None] | None) -> Mapping[Any, None] | None:
@@ -114,7 +114,10 @@ class AllowedValues:
         if id(schema) not in self._known:
             self._known[id(schema)] = schema, _ANY  # while it is looked at: a schema within itself says nothing
             if depth < _MOST_DEPTH:
-                self._known[id(schema)] = schema, reduce(Allowed.__and__, self._rules(schema, depth + 1), _ANY)
+                found = reduce(Allowed.__and__, self._rules(schema, depth + 1), _ANY)
+                if schema.get("nullable") is True and found.texts is None:  # OpenAPI 3.0's; an enum has its own null
+                    found = any_of([found, _NULL])
+                self._known[id(schema)] = schema, found
         return self._known[id(schema)][1]
 
     def _rules(self, schema: Mapping[str, Any], depth: int) -> Iterator[Allowed]:

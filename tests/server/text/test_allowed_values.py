@@ -117,7 +117,16 @@ BY_ZOD: dict[str, Any] = {
     },
 }
 OPEN_API: dict[str, Any] = {
-    "allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"own": {"allOf": [{"$ref": "#/$defs/Zip"}]}}}],
+    "allOf": [
+        {"$ref": "#/$defs/Base"},
+        {
+            "properties": {
+                "own": {"allOf": [{"$ref": "#/$defs/Zip"}]},
+                "nullable": {"type": "string", "nullable": True},
+                "defaulted": {"allOf": [{"$ref": "#/$defs/Zip"}], "nullable": True},
+            }
+        },
+    ],
     "$defs": {
         "Zip": {"$ref": "#/$defs/Code"},
         "Code": {"type": "string", "description": "five digits"},
@@ -144,7 +153,7 @@ CASES: list[tuple[str, dict[str, Any], set[str]]] = [
             *("bare_literal", "union", "both"),
         },
     ),
-    ("openapi", OPEN_API, {"own", "base"}),
+    ("openapi", OPEN_API, {"own", "base", "nullable", "defaulted"}),
 ]
 NULLABLE = {"nullable", "nullish", "defaulted", "maybe_enum", "maybe_literal", "maybe_same"}
 
