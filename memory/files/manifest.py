@@ -117,8 +117,8 @@ class AdapterManifest:
         """Raise AdapterFormatError for computed A and B that take more bytes in 16 bits; None: they may."""
         if max_bytes is not None and self.is_larger and (size := 2 * self.num_values) > max_bytes:
             raise AdapterFormatError(
-                f"{self.path}: its {self.form} becomes {size} bytes of LoRA, and {max_bytes} are allowed "
-                "(max_adapter_bytes); train with smaller factors, or raise the setting"
+                f"{self.path}: its {self.form} becomes {size} bytes of LoRA, and {max_bytes} are allowed; train with "
+                "smaller factors, or raise max_adapter_bytes, of uploads, or adapter_source_bytes, of fetched adapters"
             )
 
     @property

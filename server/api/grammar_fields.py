@@ -96,14 +96,14 @@ def _of_json_schema(name: str, asked: dict[str, Any]) -> Grammar:
 
 
 def check_strict(schema: Any, where: str, param: str) -> None:
-    """Raises an ApiError for a schema that says `strict`, and has an object that may have further properties, as OpenAI
-    does.
+    """Raises an ApiError for a schema at `where` that shall be strict, and has an object that may have further
+    properties, as OpenAI does.
     """
     if (path := open_object(schema)) is not None:
         place = f"{where}.{path}" if path else where
         raise ApiError(
             400,
-            f"{place} says strict, so its additionalProperties must be supplied and be false; add "
+            f"with strict, {place} must have additionalProperties, which must be false; add "
             '"additionalProperties": false to each object, or leave strict out',
             param=param,
         )

@@ -31,7 +31,7 @@ _FIELDS = {
     "image": frozenset({"type", "source", "image", "cache_control"}),
 }
 
-_DATA_URL = re.compile(r"data:(?P<kind>[-\w.+]+/[-\w.+]+)?(?:;[-\w]+=[-\w.]+)*;base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:(?P<kind>[-\w.+]+/[-\w.+]+)?(?:;[-\w]+=[-\w.]+)*;base64,", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

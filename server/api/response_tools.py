@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from ..errors import clipped
 from .fields import unsupported
 from .tool_fields import check_tool
-from .translation import objects, typed, wrong
+from .translation import objects, renaming, typed, wrong
 
 LEFT_OUT = ("image_generation", "tool_search", "web_search", "web_search_preview")
 """Tools that OpenAI runs, or that only choose others: a model can answer without them."""
@@ -101,7 +101,9 @@ class ResponseTools:
 
     def _add(self, tool: Mapping[str, Any], where: str, namespace: str | None) -> None:
         kind = tool.get("type")
-        if kind == "namespace" and namespace is None:
+        if kind == "namespace":
+            if namespace is not None:
+                raise unsupported(f"{where}.type", f"{where} is a namespace in another; give its tools to that one")
             name = _name(tool, where)
             for index, each in enumerate(objects(tool.get("tools"), f"{where}.tools")):
                 self._add(each, f"{where}.tools[{index}]", name)
@@ -112,9 +114,10 @@ class ResponseTools:
 
     def _add_function(self, function: Mapping[str, Any], tool: ClientTool, where: str) -> None:
         name = self.name_of(function["name"], tool.namespace)
-        made = {"type": "function", "function": {**function, "name": name}}
-        check_tool(made, where)
-        self.places[f"tools[{len(self.functions)}]"] = where
+        made, place = {"type": "function", "function": {**function, "name": name}}, f"tools[{len(self.functions)}]"
+        self.places[place] = where
+        with renaming(self.places):
+            check_tool(made, place)
         self.functions.append(made)
         self.by_name[name] = tool
 

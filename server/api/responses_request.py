@@ -109,6 +109,9 @@ class ResponsesRequest:
         tools = ResponseTools.of(asked.tools)
         told = [item for item in enumerate(asked.input) if item[1].get("type") not in UNREAD]
         left_out = dict.fromkeys(f"input.{each['type']}" for each in asked.input if each.get("type") in UNREAD)
+        if left_out and not told and not asked.instructions:
+            items = ", ".join(name.removeprefix("input.") for name in left_out)
+            raise wrong("input", f"more than items that the model is not shown ({items}); add a message")
         chat = asked.as_chat(
             limits,
             NAMES | tools.places,
@@ -184,7 +187,7 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         return {"role": "tool", "content": output or "", "tool_call_id": _call_id(item, where)}
     if kind == "reasoning":
         parts = objects(item.get("content") or item.get("summary") or [], f"{where}.content")
-        texts = [part_text(part, where, ("reasoning_text", "summary_text")) for part in parts]
+        texts = [part_text(part, where, ("reasoning_text", "summary_text", "text")) for part in parts]
         return {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
     if kind == "item_reference":
         raise unsupported(f"{where}.type", f"{where} refers to an item of an earlier response; {_STATELESS}")

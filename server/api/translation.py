@@ -135,20 +135,21 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     except ApiError as error:
         if error.param is not None:
             param = _renamed(error.param, names)
-            placed = _PLACE.sub(lambda found: names.get(found[0], found[0]), error.message)
+            placed = _PLACE.sub(lambda found: names.get(found[1], found[0]), error.message)
             error.message, error.param = placed.replace(error.param, param), param
         raise
 
 
-_PLACE = re.compile(r"\w+\[\d+\]")
+_PLACE = re.compile(r"(\w+\[\d+\])(\.function)?")
+"""Of an item; one that `names` has is no chat tool at the client, so nothing of it is in `function`."""
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> str:
     """The field's name at the client; for a field built from several, without the position inside it, unless `names`
     has that.
     """
-    if (place := _PLACE.match(param)) is not None and place[0] in names:
-        return names[place[0]] + param[place.end() :]
+    if (place := _PLACE.match(param)) is not None and place[1] in names:
+        return names[place[1]] + param[place.end() :]
     head = re.split(r"[.\[]", param, maxsplit=1)[0]
     return names.get(head, param)
 

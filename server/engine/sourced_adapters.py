@@ -182,12 +182,12 @@ class SourcedAdapters:
             return False  # a version that is not kept: nothing else may be used instead
         try:
             if location.scheme:
-                path = await self._fetched(number, name, location)
+                path, most = await self._fetched(number, name, location), self._settings.adapter_source_bytes
                 roots = (path.parent,)
             else:
-                path = Path(location.url)
+                path, most = Path(location.url), None
                 roots = self._roots
-            await self._load(name, path, roots)
+            await self._load(name, path, roots, most)
         except PoolFull as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None
         except StoreError as error:
@@ -219,14 +219,15 @@ class SourcedAdapters:
         finally:
             del self._fetches[name]
 
-    async def _load(self, name: str, path: Path, roots: tuple[Path, ...]) -> None:
+    async def _load(self, name: str, path: Path, roots: tuple[Path, ...], max_bytes: int | None) -> None:
         def find() -> Path:
             if not path.is_dir():
                 raise NotInStore("its store does not have it", f"there is no directory {path}")
             return path
 
         try:
-            await asyncio.wrap_future(self._loads.load(name, LoadSource(find, roots), replace=False, by=BY))
+            source = LoadSource(find, roots, max_bytes=max_bytes)
+            await asyncio.wrap_future(self._loads.load(name, source, replace=False, by=BY))
         except FileExistsError:  # another API server, or an operator, was faster
             pass
         except AdapterFormatError as error:

@@ -24,6 +24,9 @@ GUARD = "\ue000begin\ue000"
 MOST_CHARACTERS = 64
 """Characters of a special token that are searched for; text that only begins like one stays text anyway."""
 
+_KEEPS_LETTERS = {"Sequence", "Prepend", "Replace", "Strip", "ByteLevel"}
+"""Normalizers that make no special token of other characters: those of SentencePiece's blanks, mostly."""
+
 
 class SpeltSpecials:
     """Finds special tokens written in strings, breaks them, and encodes the text that a template made of these strings.
@@ -79,6 +82,17 @@ class SpeltSpecials:
     def in_order(self, text: str) -> list[str]:
         """The special tokens that are spelt in a text."""
         return [] if self._whole is None else self._whole.findall(text)
+
+    @cached_property
+    def may_be_respelt(self) -> bool:
+        """True if the tokenizer finds a special token in other characters than its own, such as capitals."""
+        normalizer = self._backend.backend.normalizer
+        if normalizer is None or not any(
+            token.normalized and token.special for token in self._backend.get_added_tokens_decoder().values()
+        ):
+            return False
+        kinds = set(re.findall(r'"type":\s*"(\w+)"', normalizer.__getstate__().decode()))
+        return bool(kinds - _KEEPS_LETTERS)
 
     @cached_property
     def _whole(self) -> re.Pattern[str] | None:

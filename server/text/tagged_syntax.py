@@ -207,14 +207,14 @@ class TaggedArguments:
         return "}" if self._begun else "{}", text, None
 
 
-_TEXT = Allowed(frozenset({"string"}))
+_TEXT = Allowed({"string": None})
 
 
 def value_reader(allowed: Allowed, around: str, close: str) -> TextValue | JsonValue:
     """A reader of a value. around: belongs to neither end of a text. close: the closing tag."""
     if allowed.is_text:
         return TextValue(around, close, is_nullable=allowed.is_nullable)
-    return JsonValue(close, allowed.kinds)
+    return JsonValue(close, allowed)
 
 
 class TextValue:
@@ -250,9 +250,9 @@ class TextValue:
 class JsonValue:
     """A value that is JSON, up to the first closing tag outside its strings; other text ends at the first of all."""
 
-    def __init__(self, close: str, kinds: frozenset[str] | None) -> None:
-        """close: the closing tag. kinds: see `Allowed`."""
-        self._close, self._kinds = close, kinds
+    def __init__(self, close: str, allowed: Allowed) -> None:
+        """close: the closing tag."""
+        self._close, self._allowed = close, allowed
         self._outside = re.compile('"|' + re.escape(close))
         self._first = -1  # where the first closing tag is
         self._searched = 0  # how far it has been searched for
@@ -272,7 +272,7 @@ class JsonValue:
         value = text[:end].strip(SPACE)
         if end > self._first and not is_json(value):
             end, value = self._first, text[: self._first].strip(SPACE)
-        return _json_of(value, self._kinds), text[end + len(self._close) :], True
+        return _json_of(value, self._allowed), text[end + len(self._close) :], True
 
     def _end(self, text: str) -> int:
         """Where the closing tag is; -1: not in the text so far."""
@@ -296,9 +296,11 @@ class JsonValue:
                 return found.start()
 
 
-def _json_of(text: str, kinds: frozenset[str] | None) -> str:
-    """The JSON that a text spells, or otherwise the string, also where only that is of the kinds."""
+def _json_of(text: str, allowed: Allowed) -> str:
+    """The JSON that a text spells, or otherwise the string, also where only that is allowed, or is of the types."""
     spelt = _OF_PYTHON.get(text, text)
-    if not is_json(spelt) or (kinds is not None and "string" in kinds and kind_of(json.loads(spelt)) not in kinds):
-        return json.dumps(text, ensure_ascii=False)
-    return spelt
+    if is_json(spelt):
+        value, kinds = json.loads(spelt), allowed.kinds or ()
+        if value in allowed or "string" not in kinds or not (text in allowed or kind_of(value) not in kinds):
+            return spelt
+    return json.dumps(text, ensure_ascii=False)

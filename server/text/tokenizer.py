@@ -358,7 +358,7 @@ class Tokenizer:
             if self._spelt.in_order(prompt) != self._spelt.in_order(other):  # texts side by side spell some
                 marked, prompt = torn, other
         prompt = conversation.with_images(prompt)
-        if marked is conversation:
+        if marked is conversation and not self._spelt.may_be_respelt:
             self._check_length(prompt, most, "messages")
             return self._encode([prompt], conversation.add_special_tokens)[0]
         self._check_length(prompt.replace(mark, ""), most, "messages")

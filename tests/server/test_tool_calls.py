@@ -608,11 +608,11 @@ def test_strict_schemas_are_closed_as_openai_has_them(live, parameters, place):
     response = live.post(CHAT, messages=USER, tools=[tool("f", parameters, strict=True)])
     error, where = response.json()["error"], "tools[0].function.parameters"
     assert response.status_code == 400 and error["param"] == where, error
-    assert error["message"].startswith(f"{where}{place} says strict, so its additionalProperties must be supplied")
+    assert error["message"].startswith(f"with strict, {where}{place} must have additionalProperties, which must be fal")
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": parameters}}
     error = live.post(CHAT, messages=USER, response_format=form).json()["error"]
     assert error["param"] == "response_format"
-    assert error["message"].startswith(f"response_format.json_schema.schema{place} says strict")
+    assert error["message"].startswith(f"with strict, response_format.json_schema.schema{place} must have")
     for given in ({**PARAMETERS, **CLOSED}, None):
         tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": given}}]
         assert live.post(CHAT, messages=USER, tools=tools).status_code == 200

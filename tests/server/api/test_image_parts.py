@@ -22,6 +22,7 @@ URL = f"data:image/png;base64,{TEXT}"
         {"type": "image_url", "image_url": URL},
         {"type": "image_url", "image_url": {"url": f"data:image/png;name=a.png;base64,{TEXT}"}},
         {"type": "image_url", "image_url": {"url": f"data:;base64,{TEXT}"}},
+        {"type": "image_url", "image_url": {"url": f"Data:image/PNG;BASE64,{TEXT}"}},
         {"type": "input_image", "image_url": URL, "detail": "auto"},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": TEXT}},
         {"type": "image", "source": {"type": "url", "url": URL}},

@@ -229,18 +229,34 @@ def test_a_tool_is_chosen_by_its_own_type(live, choice, names):
     [
         ([{"type": "file_search"}], "tools[0].type", "custom, local_shell and namespace"),
         ([SEARCH, {"type": "custom"}], "tools[1].name", "a string"),
-        ([SEARCH, {"type": "custom", "name": "a b"}], "tools[1].function.name", "tools[1].function.name must"),
+        ([SEARCH, {"type": "custom", "name": "a b"}], "tools[1].name", "tools[1].name must have 1 to 64"),
         ([{"type": "custom", "name": "a", "format": 1}], "tools[0].format", "an object"),
         ([{"type": "namespace", "name": "n"}], "tools[0].tools", "a list of objects"),
-        ([{**CALENDAR, "tools": [CALENDAR]}], "tools[0].tools[0].type", "is of type 'namespace'"),
-        ([CALENDAR, SEARCH, EXEC, EXEC], "tools[3].function.name", "two tools have the name exec_command"),
-        ([SEARCH, {**EXEC, "parameters": {"type": "array"}}], "tools[1].function.parameters", "the JSON schema"),
+        ([{**CALENDAR, "tools": [CALENDAR]}], "tools[0].tools[0].type", "a namespace in another"),
+        ([CALENDAR, SEARCH, EXEC, EXEC], "tools[3].name", "two tools have the name exec_command"),
+        (
+            [SEARCH, {**EXEC, "parameters": {"type": "array"}}],
+            "tools[1].parameters",
+            "tools[1].parameters must be the JSON",
+        ),
+        (
+            [{**CALENDAR, "tools": [SEARCH, {**EXEC, "strict": True, "parameters": {"type": "object"}}]}],
+            "tools[0].tools[1].parameters",
+            "with strict, tools[0].tools[1].parameters must have additionalProperties",
+        ),
+        ([{**CALENDAR, "tools": [{**EXEC, "strict": 1}]}], "tools[0].tools[0].strict", "tools[0].tools[0].strict must"),
     ],
 )
 def test_wrong_tools_are_named_as_the_client_has_them(live, tools, param, said):
     response = live.post("/v1/responses", **asked(FIRST, tools=tools))
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == param and said in error["message"], error
+
+
+def test_an_input_of_items_that_are_not_shown_is_refused_as_such(live):
+    call = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}}
+    error = live.post("/v1/responses", **asked([call], instructions="")).json()["error"]
+    assert error["param"] == "input" and "is not shown (web_search_call)" in error["message"]
 
 
 def test_names_of_a_namespace_fit():

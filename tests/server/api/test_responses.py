@@ -100,6 +100,7 @@ def test_items_become_a_conversation(shared):
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}], "encrypted_content": ""},
         {
             "type": "message",
             "id": "msg_1",

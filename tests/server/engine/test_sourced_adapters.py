@@ -202,6 +202,26 @@ def test_a_broken_adapter_says_why_at_once_and_comes_when_it_is_mended(
     assert says(server, "acme/one", reference, "r3-mlp")
 
 
+@pytest.mark.wide
+def test_what_a_fetched_adapter_becomes_is_limited_and_an_operators_own_is_not(live, store, reference, tmp_path):
+    """LoKr's small factors become matrices of LoRA that are many times as large."""
+    from peft import LoKrConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    lokr = LoKrConfig(r=2, alpha=3, target_modules=targets, task_type="CAUSAL_LM", init_weights=False)
+    found = tmp_path / "roots" / "lokr"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(reference.model), lokr).save_pretrained(found)
+    files = {file: (found / file).read_bytes() for file in (CONFIG, WEIGHTS)}
+    store.paths.update({f"/acme/lokr/{file}": data for file, data in files.items()})
+    most = 2 * sum(map(len, files.values()))
+    server = live(adapter_source_bytes=most)
+    error = error_of(ask(server, "acme/lokr"), 424)
+    assert f"bytes of LoRA, and {most} are allowed" in error["message"] and "adapter_source_bytes" in error["message"]
+    assert ask(server, "dir/lokr").status_code == 200
+    assert ask(live(), "acme/lokr").status_code == 200
+
+
 def test_the_pause_grows_with_every_failure(live, store, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr("chorus.server.engine.sourced_adapters.time.monotonic", lambda: clock[0])

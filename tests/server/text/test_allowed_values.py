@@ -117,7 +117,16 @@ BY_ZOD: dict[str, Any] = {
     },
 }
 OPEN_API: dict[str, Any] = {
-    "allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"own": {"allOf": [{"$ref": "#/$defs/Zip"}]}}}],
+    "allOf": [
+        {"$ref": "#/$defs/Base"},
+        {
+            "properties": {
+                "own": {"allOf": [{"$ref": "#/$defs/Zip"}]},
+                "nullable": {"type": "string", "nullable": True},
+                "defaulted": {"allOf": [{"$ref": "#/$defs/Zip"}], "nullable": True},
+            }
+        },
+    ],
     "$defs": {
         "Zip": {"$ref": "#/$defs/Code"},
         "Code": {"type": "string", "description": "five digits"},
@@ -140,13 +149,13 @@ CASES: list[tuple[str, dict[str, Any], set[str]]] = [
         "zod",
         BY_ZOD,
         {
-            *("text", "nullable", "an_enum", "maybe_enum", "same_enum", "maybe_same", "literal", "bare_literal"),
-            *("union", "both"),
+            *("text", "nullable", "nullish", "an_enum", "maybe_enum", "same_enum", "maybe_same", "literal"),
+            *("bare_literal", "union", "both"),
         },
     ),
-    ("openapi", OPEN_API, {"own", "base"}),
+    ("openapi", OPEN_API, {"own", "base", "nullable", "defaulted"}),
 ]
-NULLABLE = {"nullable", "defaulted", "maybe_enum", "maybe_literal", "maybe_same"}
+NULLABLE = {"nullable", "nullish", "defaulted", "maybe_enum", "maybe_literal", "maybe_same"}
 
 
 def written(form: ToolCallFormat, name: str, value: str, *, text: bool) -> str:
@@ -255,6 +264,68 @@ def test_members_of_nested_elements_are_texts_by_what_they_refer_to():
     pair = {"type": "array", "prefixItems": [{"$ref": "#/$defs/S"}, {"type": "integer"}]}
     tool = {"properties": {"pair": pair}, "$defs": {"S": {"enum": ["1", "2"]}}}
     assert read(form, tool, [written(form, "pair", items.replace("true", "2"), text=False)]) == {"pair": ["2", 2]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"enum": ["90210", 5]}, "90210", "90210"),
+        ({"enum": ["90210", 5]}, "5", 5),
+        ({"enum": ["2", 2]}, "2", 2),
+        ({"enum": ["true", False]}, "true", "true"),
+        ({"anyOf": [{"type": "string"}, {"const": 1}]}, "90210", "90210"),
+        ({"anyOf": [{"type": "string"}, {"const": 1}]}, "1", 1),
+        ({"anyOf": [{"enum": [2.0]}, {"type": "string"}]}, "2", 2),
+        ({"anyOf": [{"enum": [2.0]}, {"type": "string"}]}, "1.10", "1.10"),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "integer"}, {"enum": [None]}]}, "null", None),
+        ({"enum": ["a", 1]}, "2", 2),
+    ],
+)
+def test_of_a_string_and_another_value_it_is_the_one_that_is_allowed(schema, text, value):
+    for name in ("qwen3_coder", "minimax_m3"):
+        call = written(TAGGED[name], "a", text, text=False)
+        for pieces in ([call], list(call)):
+            found = read(TAGGED[name], {"properties": {"a": schema}}, pieces)["a"]
+            assert found == value and type(found) is type(value)
+
+
+def test_members_whose_names_match_patterns_are_of_their_types():
+    """Pydantic spells a dict with constrained keys so."""
+    form, mark = TAGGED["minimax_m3"], "]<]minimax[>["
+    codes = {"type": "object", "patternProperties": {"^x_": {"type": "string"}}}
+    call = written(form, "codes", f"{mark}<x_1>90210{mark}</x_1>", text=False)
+    assert read(form, {"properties": {"codes": codes}}, [call]) == {"codes": {"x_1": "90210"}}
+    assert read(form, {"properties": {"codes": {**codes, "additionalProperties": {"type": "integer"}}}}, [call]) == {
+        "codes": {"x_1": 90210}
+    }
+
+
+def test_large_schemas_are_looked_at_in_linear_time():
+    texts = [f"v{each}" for each in range(20_000)]
+    values = AllowedValues({"properties": {"a": {"enum": texts}, "b": {"anyOf": [{"const": each} for each in texts]}}})
+    for name in "ab":
+        assert [*(values.of(values.inner(values.root, name)).texts or ())] == texts
+
+    class Counting(AllowedValues):
+        count = 0
+
+        def _further(self, schema):
+            self.count += 1
+            return super()._further(schema)
+
+    ways = {
+        f"N{i}": {"allOf": [{"$ref": f"#/$defs/N{i + 1}"}], "anyOf": [{"$ref": f"#/$defs/N{i + 2}"}]}
+        for i in range(300)
+    }
+    values = Counting({"$defs": ways, "$ref": "#/$defs/N0"})
+    assert values.inner(values.root, "x") is True
+    assert values.count < 4 * len(ways)
+    items = {"anyOf": [{"properties": {f"p{each}": {"type": "string"}}} for each in range(100)]}
+    values = Counting({"type": "array", "items": items})
+    found = [values.inner(values.inner(values.root, each), "p7") for each in range(100)]
+    assert all(each is found[0] for each in found) and values.count < 2 * len(items["anyOf"])
+    many = AllowedValues({"allOf": [{"properties": {"a": {"type": "integer"}}}] * 3000})
+    assert TAGGED["qwen3_coder"].style.arguments.grammar(many.root, Rules(Speller({})))
 
 
 def test_schemas_that_refer_to_themselves_or_double_at_each_level_are_looked_at_once():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import AddedToken, models, normalizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.media.places import ImagePlaces
@@ -144,3 +144,26 @@ def test_texts_that_a_template_looks_for_are_left_whole():
     plain = {"city": ["Oslo", 1, None, {"then": "It rains."}]}
     assert spelt.torn(plain, "0", names) is plain
     assert spelt.in_order("a<s>[INST]</s><|end|") == ["<s>", "[INST]", "</s>"]
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "content"),
+    [
+        (normalizers.Lowercase(), "<|END|>"),
+        (normalizers.Lowercase(), parts("<|EN", "D|>")),
+        (normalizers.Sequence([normalizers.Replace("_", " "), normalizers.NFKC()]), "\uff1c|end|>"),
+        (normalizers.NFKC(), parts("a", "\uff1cs", "\uff1e")),
+    ],
+)
+def test_a_special_token_in_other_letters_is_text(normalizer, content):
+    backend = Backend(models.BPE(vocab={chr(code): code for code in range(256)}, merges=[]))
+    backend.normalizer = normalizer
+    backend.add_special_tokens([AddedToken(each, normalized=True, special=True) for each in SPECIALS])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE))
+    found = shown(tokenizer, Conversation(of_user(content)))
+    assert [each for each in SPECIALS for _ in range(found.count(f"\u00ab{each}\u00bb"))] == [
+        "<|user|>",
+        "<|assistant|>",
+        "<|end|>",
+    ], found
+    assert found.startswith("\u00ab<|user|>\u00bb") and found.endswith("\u00ab<|end|>\u00bb\u00ab<|assistant|>\u00bb")
