@@ -360,10 +360,10 @@ def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
     checking, go_on = threading.Event(), threading.Event()
     check = live.engine.adapters.check
 
-    def slow(path, roots, image):
+    def slow(path, roots, image, **limits):
         checking.set()
         assert go_on.wait(10)
-        return check(path, roots, image)
+        return check(path, roots, image, **limits)
 
     monkeypatch.setattr(live.engine.adapters, "check", slow)
     loading = threading.Thread(target=load, args=(live, "new", root / "r3-mlp"))
@@ -379,8 +379,8 @@ def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
 def test_a_file_that_changes_while_it_is_checked(live, reference, root, monkeypatch):
     check = live.engine.adapters.check
 
-    def and_then_change(path, roots, image):
-        manifest = check(path, roots, image)
+    def and_then_change(path, roots, image, **limits):
+        manifest = check(path, roots, image, **limits)
         shutil.copy(reference.adapters["r8-attention"] / WEIGHTS, path / WEIGHTS)
         return manifest
 

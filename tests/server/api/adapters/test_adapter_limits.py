@@ -359,11 +359,11 @@ def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
     monkeypatch.setattr("chorus.server.engine.adapter_loader.SLOW_SECONDS", 0.05)
     go_on, slow, check = threading.Event(), threading.Event(), live.engine.adapters.check
 
-    def checked(path, roots, image):
+    def checked(path, roots, image, **limits):
         if path.name == "r3-mlp":
             slow.set()
             assert go_on.wait(60)
-        return check(path, roots, image)
+        return check(path, roots, image, **limits)
 
     monkeypatch.setattr(live.engine.adapters, "check", checked)
     answers = {}
