@@ -67,7 +67,7 @@ def test_a_view_for_metrics_looks_at_cached_adapters_alone(engine):
 def test_the_keeper_looks_at_adapters_that_it_has_something_to_do_for(engine):
     for index in range(1, REGISTERED):
         adapter = engine.store.get(f"a{index}")
-        engine.store.note(adapter, dataclasses.replace(adapter.manifest, content_hash=f"{index:064}"))
+        engine.store.note(adapter, dataclasses.replace(adapter.manifest, content_hash=f"{index:064}", no_effect=False))
     adapters = EngineAdapters(ended(engine), get=engine.store.get)
     assert [one.name for one in adapters.unhashed().result()] == ["a0"]
     assert adapters.overflowing().result() == []
