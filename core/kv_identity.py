@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ops.library.native_library import level
+from .model.read_config import read_model_config
+from .model.specs.config import UnsupportedModel
 
 if TYPE_CHECKING:
     from ..memory.disk.remembered import RememberedHashes
@@ -55,7 +57,19 @@ def identity_of(config: EngineConfig, layout: PageLayout, device: str, remembere
         "kernels": str(level()),
         "attention": config.attention if device != "CpuExecutor" else "",
         "weights": _weights_hash(config.model, remembered),
+        "read as": _as_read(config),
     }
+
+
+def _as_read(config: EngineConfig) -> str:
+    """A hash of what the model's configuration is read as: a later version may read the same files otherwise, so that
+    ropes, windows or scales differ. Empty for files that no real executor takes.
+    """
+    try:
+        model = read_model_config(config.model, config.tokenizer)
+    except UnsupportedModel:
+        return ""
+    return hashlib.sha256(repr(model).encode()).hexdigest()
 
 
 def _weights_hash(model: Path, remembered: RememberedHashes) -> str:

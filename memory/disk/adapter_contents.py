@@ -6,13 +6,16 @@ Tests: tests/memory/disk/test_adapter_contents.py, tests/core/test_prefix_tiers.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from weakref import WeakSet
 
 from ..adapters.adapter import Adapter
 from ..adapters.store import AdapterStore
+from ..files.config import CONFIG_FILE
 from ..files.identity import with_content
 from ..files.manifest import AdapterManifest
 from ..host.daemon_pool import DaemonPool
@@ -102,13 +105,14 @@ class AdapterContents:
         return content
 
     def _mark(self, manifest: AdapterManifest) -> str | None:
-        """All that a content hash follows from: how the adapter's configuration was read, and the state of its weights
-        file, which changes when the file does. None where that was not looked at.
+        """All that a content hash follows from: how the adapter's configuration was read, and the states of its weights
+        file and of its configuration, which change when the files do: formulas have numbers of the latter that nothing
+        else tells. None where that was not looked at.
         """
         one = manifest
         if one.identity is None:
             return None
-        state = str(one.path), one.file_size, one.mtime_ns, tuple(one.identity)
+        state = str(one.path), one.file_size, one.mtime_ns, tuple(one.identity), _state_of(one.path / CONFIG_FILE)
         tokens = None if one.tokens is None else one.tokens.digest
         read = (
             one.parts,
@@ -121,3 +125,12 @@ class AdapterContents:
             one.form,
         )
         return repr((self._identity, state, read))
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file does; empty where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..pages.block import Key
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """To be raised whenever the code computes other KV, or lays it out otherwise, for the same model and tokens."""
 
 BASE = "base"

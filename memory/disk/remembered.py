@@ -22,7 +22,7 @@ MOST = 1 << 16
 """Hashes in a file; when it has more, the newer half stays."""
 
 _MOST_BYTES = 1 << 26
-"""Of a file that is read; a longer one is no server's."""
+"""That are read of a file, its last ones; a longer one is written anew."""
 
 
 class RememberedHashes:
@@ -62,10 +62,13 @@ class RememberedHashes:
         """All hashes; the file is read once. The caller holds the lock."""
         if self._known is None:
             found: dict[str, str] = {}
-            with suppress(OSError, UnicodeDecodeError):
-                if self._path.stat().st_size <= _MOST_BYTES:
-                    found = dict(self._sound(self._path.read_text("ascii").splitlines()))
-            if len(found) > self._most:
+            size = 0
+            with suppress(OSError), self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - _MOST_BYTES))
+                text = file.read(_MOST_BYTES).decode("ascii", "backslashreplace")  # a damaged line spoils no other
+                found = dict(self._sound(text.splitlines()))
+            if len(found) > self._most or size > _MOST_BYTES:
                 found = dict(list(found.items())[-(self._most // 2) :])
                 self._rewrite(found)
             self._known = found

@@ -49,10 +49,10 @@ class Block:
         "in_windows",
         "is_known",
         "is_resident",
-        "num_resident_children",
         "number",
         "pages",
         "parent",
+        "resident",
         "scope",
         "tokens",
         "users",
@@ -92,7 +92,8 @@ class Block:
         self.is_known = True
         self.is_resident = True
         """False if all that is left of it is in host memory. Then so are its descendants."""
-        self.num_resident_children = 0
+        self.resident: dict[Block, None] = {}
+        """Children that are resident."""
         self.images: dict[int, Any] = {}
         """Host images of its pages, by page group."""
         self.digest: bytes | None = None

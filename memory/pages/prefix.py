@@ -279,7 +279,7 @@ class PrefixCache(BlocksBelow):
         block = parent.children[key] = Block(parent, tokens, pages, next(self._numbers), branch)
         if branch is not None:
             self._branches.setdefault(version, {})[block] = None
-        parent.num_resident_children += 1
+        parent.resident[block] = None
         if self._windowed:
             block.in_windows = WindowPages(block)
             self._offer(parent)
@@ -307,7 +307,7 @@ class PrefixCache(BlocksBelow):
             parent = block.parent
             self._forget_block(block)
             del parent.children[block.key]
-            parent.num_resident_children -= 1
+            del parent.resident[block]
             if isinstance(parent, Root) and not parent.children:
                 self._drop(parent)
             block = parent
@@ -396,7 +396,7 @@ class PrefixCache(BlocksBelow):
         self._evict_block(item)
 
     def _evict_block(self, block: Block) -> None:
-        for child in [each for each in block.children.values() if each.is_resident]:
+        for child in list(block.resident):
             self.forget(child)  # a request uses it that has pages of its own for this block
         if block.in_windows is not None:
             self._order.discard(block.in_windows)
@@ -422,8 +422,7 @@ class PrefixCache(BlocksBelow):
     def _remove_child(self, parent: Block, block: Block) -> None:
         """Take a forgotten block out of the trie."""
         del parent.children[block.key]
-        if block.is_resident:
-            parent.num_resident_children -= 1
+        parent.resident.pop(block, None)
         if isinstance(parent, Root):
             if not parent.children:
                 self._drop(parent)
@@ -583,11 +582,11 @@ class PrefixCache(BlocksBelow):
 
     def _is_leaf(self, block: Block) -> bool:
         """True if no child of an unused block has pages that are unused, too."""
-        if not block.num_resident_children:
+        if not block.resident:
             return True
         if not self._full:
             return False  # all its pages are in windows, and can be evicted anyway
-        return not any(each.is_resident and self._is_unused(each.pages[0]) for each in block.children.values())
+        return not any(self._is_unused(each.pages[0]) for each in block.resident)
 
     def _offer_in_windows(self, block: Block, in_windows: WindowPages) -> None:
         """As `_offer`, of a block of a model with windows."""

@@ -87,7 +87,7 @@ class BlocksBelow(ABC):
         block.is_resident = True
         block.pages = list(pages)
         self._keep_pages(block, pages)
-        parent.num_resident_children += 1
+        parent.resident[block] = None
         self._offer(parent)
         self.tell_stored(block, Medium.POOL)
         if self.tier is not None:
@@ -101,7 +101,7 @@ class BlocksBelow(ABC):
         block.is_resident = False
         parent = block.parent
         assert parent is not None
-        parent.num_resident_children -= 1
+        del parent.resident[block]
         self._offer(parent)
         if self.tier is not None:
             self.tier.offer(block)

@@ -254,7 +254,7 @@ class PagesAhead:
     def _is_leaf(self, block: Block, taken: Counter[Block]) -> bool:
         """True if a block is evictable once so many blocks after it have left. The root of a trie never is."""
         held = [page for page in block.pages if page]
-        return bool(held) and taken[block] >= block.num_resident_children and all(map(self._is_unused, held))
+        return bool(held) and taken[block] >= len(block.resident) and all(map(self._is_unused, held))
 
     def _is_unused(self, page: int) -> bool:
         return page != PagePool.DUMMY and self.pool.kind(page) is PageKind.CACHED

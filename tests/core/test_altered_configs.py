@@ -64,6 +64,8 @@ OLDER = [
     {"rope_theta": 300.0, "rope_scaling": LINEAR},
     {"rope_theta": 300.0, "rope_scaling": {**YARN_SCALING, "type": "linear"}},
     {"rope_scaling": OLD_LINEAR},
+    {"rope_theta": 300.0, "partial_rotary_factor": 0.5},
+    {"rope_theta": 300.0, "partial_rotary_factor": 0.5, "rope_scaling": LINEAR},
     {"rope_theta": 300.0, "original_max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}},
 ]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from chorus.core import kv_identity
 from chorus.core.config import EngineConfig
 from chorus.core.kv_identity import identity_of
 from chorus.memory.disk.remembered import RememberedHashes
@@ -46,6 +48,27 @@ def test_it_is_the_same_at_every_start(model):
     (model.parent / "remembered").unlink()
     assert identity(model) == first
     assert "object at" not in str(first), "an address is another at every start"
+
+
+def test_a_version_that_reads_the_same_files_otherwise_finds_no_kv_of_the_one_before(tmp_path, monkeypatch):
+    """Its ropes may be right where the former ones were wrong."""
+    from transformers import LlamaConfig
+
+    path = tmp_path / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 160}
+    LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(path)
+    first = identity(path)
+    assert identity(path) == first
+    read = kv_identity.read_model_config
+
+    def read_otherwise(*where):
+        model = read(*where)
+        rope = replace(model.layers[0].mixer.rope, theta=700.0)
+        first, *others = model.layers
+        return replace(model, layers=(replace(first, mixer=replace(first.mixer, rope=rope)), *others))
+
+    monkeypatch.setattr(kv_identity, "read_model_config", read_otherwise)
+    assert identity(path) != first
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ class CheckedBlocks:
             return unused_state
         order, unused = self.engine.reclaimer.order, [page for page, kind in kinds.items() if kind is PageKind.CACHED]
         anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
-        num_resident = sum(child.is_resident for child in block.children.values())
-        promise(num_resident == block.num_resident_children, "a block counts other descendants with pages")
+        resident = {child for child in block.children.values() if child.is_resident}
+        promise(resident == block.resident.keys(), "a block has other descendants with pages than it knows")
         is_unused = set(anchors) <= set(unused) and not self._has_unused_child(block, windows)
-        promise(bool(kinds) or bool(num_resident), "a known block without pages or descendants that have any")
+        promise(bool(kinds) or bool(resident), "a known block without pages or descendants that have any")
         in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
         if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
             raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")

@@ -176,6 +176,7 @@ class CheckedOrder:
         is_lent = any(request.adapter is not None and request.id in in_step for request in self._started())
         new = left_out if is_lent else left_out - self._had_no_index
         gave = sum(request.adapter in new for request in self._scheduler.running)
+        lent = {each.fairness_key for each in self._scheduler.running if each.adapter in left_out - self._had_no_index}
         self._had_no_index = left_out
         self._check_adapters(plan, left_out)
         able = [each for each in paused if each.restoring is None and each.adapter not in left_out]
@@ -196,7 +197,7 @@ class CheckedOrder:
         if not free_rows:
             longest = max((each.blocks.longest for each in self._scheduler.waiting), default=0)
             has_tokens = left > longest and self._paused <= before
-            self._check_shares(in_step, left, ending, left_out, has_tokens=has_tokens)
+            self._check_shares(in_step, left, ending, left_out, lent if is_lent else set(), has_tokens=has_tokens)
 
     def _is_bounded(self, request: Request) -> bool:
         """True if a request has a prompt to compute, of which a step may have no token as another tenant decodes, or
@@ -236,12 +237,20 @@ class CheckedOrder:
             promise(not is_late, "{} is descheduled since {}, now {}", adapter, then, now)
 
     def _check_shares(
-        self, in_step: Collection[str], left: int, ending: Set[str], left_out: Set[Adapter], *, has_tokens: bool
+        self,
+        in_step: Collection[str],
+        left: int,
+        ending: Set[str],
+        left_out: Set[Adapter],
+        lent: Set[str],
+        *,
+        has_tokens: bool,
     ) -> None:
         """Check that no tenant that could begin waits without a row while another has two, where there is room.
 
         A row that was started in this step is cancelled in none before the next. left: tokens that the step does not
-        use. has_tokens: it has some, other than those of rows that were cancelled last.
+        use. lent: tenants that had their turn with an adapter whose index one of these rows takes. has_tokens: the step
+        has tokens left, other than those of rows that were cancelled last.
         """
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.fairness_key for request in running if request.id in in_step)
@@ -254,7 +263,8 @@ class CheckedOrder:
         }
         config = self._config
         has_more = config.max_adapters_per_step is not None and len(here) > config.max_num_seqs
-        promise(rows.keys() == here or bool(running.choice_groups) or has_more, "a tenant whose requests all sit out")
+        is_right = not (rows.keys() ^ here) - lent or bool(running.choice_groups) or has_more
+        promise(is_right, "a tenant whose requests all sit out")
         preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
         if preempted or not has_tokens or config.weights or engine.swapped.frees_pages or not self._has_room():
             return

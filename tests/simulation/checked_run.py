@@ -185,7 +185,6 @@ class CheckedRun(EngineRun):
                 scheduler.lifecycle.num_preemptions > self._num_preemptions
                 or counts.num_given_up > self._num_given_up
                 or images.has_failures  # at once: an earlier read of the same directory hangs
-                or (self.engine.disk is not None and bool(self.engine.disk.reads))  # for longer than it is worth
             )
             promise(
                 bool(has_reads) or bool(beside) or was_changed or is_inline,

@@ -167,7 +167,8 @@ def _ropes(fields: ConfigJson, types: list[str]) -> dict[str, Any]:
         own = {kind: _of_lists(fields, types.index(kind)) for kind in kinds}
         if FULL in own and (scaling := fields.object("rope_scaling")) is not None:
             own[FULL] |= scaling.raw
-        fields = fields.with_values({"rope_parameters": own})
+        # Beside lists, of which transformers makes its objects, the field of all layers has no effect.
+        fields = fields.without("partial_rotary_factor").with_values({"rope_parameters": own})
     elif missing := [kind for kind in kinds if not isinstance(given.raw.get(kind), dict)]:
         raise fields.refuse("rope_parameters", f"transformers reads it if it has an object of {missing[0]}, too")
     fields, head_dim = fields.without("rope_scaling"), reading.heads(fields).head_dim

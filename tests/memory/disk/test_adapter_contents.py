@@ -124,6 +124,20 @@ def test_what_has_changed_is_read_again(tmp_path, read, change):
     assert len(read) == 2
 
 
+def test_a_configuration_that_has_changed_is_read_again(tmp_path, read):
+    """Of VB-LoRA, the number of vectors that are mixed is in no part of a manifest, and changes what it computes."""
+    about = replace(manifest(), path=tmp_path)
+    for topk in (2, 2, 3):
+        config = f'{{"peft_type": "VBLORA", "topk": {topk}}}'
+        if not (file := tmp_path / "adapter_config.json").exists() or file.read_text() != config:
+            (new := tmp_path / "new").write_text(config)
+            new.replace(file)
+        contents, adapters = open_contents(tmp_path)
+        adapters[1] = adapter(1, about)
+        learn(contents, 1)
+    assert len(read) == 2
+
+
 def test_another_model_s_hash_is_another(tmp_path, read):
     for identity in (b"one", b"other"):
         contents, adapters = open_contents(tmp_path, identity)

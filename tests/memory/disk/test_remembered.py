@@ -8,6 +8,7 @@ import stat
 
 import pytest
 
+from chorus.memory.disk import remembered
 from chorus.memory.disk.remembered import RememberedHashes
 
 
@@ -49,7 +50,17 @@ def test_a_torn_line_spoils_no_other(path, junk):
     with path.open("ab") as file:
         file.write(path.read_bytes()[:-9])
     open_file(path).remember("b", "22")
-    assert open_file(path).recall("b") == ("22" if junk != b"\xff\xfe" else None)
+    assert [open_file(path).recall(mark) for mark in ("a", "b")] == ["11", "22"]
+
+
+def test_of_a_file_that_is_too_long_the_newest_lines_are_kept(path, monkeypatch):
+    monkeypatch.setattr(remembered, "_MOST_BYTES", 1000)
+    first = open_file(path)
+    for number in range(50):
+        first.remember(str(number), f"{number:02}")
+    assert path.stat().st_size > 2000
+    assert [open_file(path).recall(mark) for mark in ("0", "49")] == [None, "49"]
+    assert path.stat().st_size < 1000, "it is written anew, or no server would ever read it again"
 
 
 def test_two_servers_remember_in_one_file(path):

@@ -80,6 +80,25 @@ def test_no_host_memory_or_a_refused_copy_is_as_no_tier():
         assert memory.pool.num_free == memory.pool.num_usable
 
 
+def test_blocks_that_have_left_the_pool_are_not_looked_at_when_the_next_one_does():
+    """Thousands of conversations may go on from one system prompt, most of them in host memory."""
+
+    class Looked(dict):
+        def values(self):
+            nonlocal num_looked
+            num_looked += len(self)
+            return super().values()
+
+    memory, num_looked = Memory(num_pages=32, host_pages=32), 0
+    for last in range(16):
+        memory.store([0, 1, 2, 3, last, last, last, last])
+    (first,) = memory.match([0, 1, 2, 3, 99])
+    first.children = Looked(first.children)
+    memory.evict(17)
+    assert not first.is_resident and len(first.children) == 16 and not first.resident
+    assert num_looked <= 32
+
+
 def test_held_images_stay():
     memory = Memory()
     memory.store(tokens := list(range(8)))
