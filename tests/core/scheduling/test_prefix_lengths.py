@@ -9,6 +9,7 @@ from chorus.core.requests.media import MediaItem
 from chorus.core.requests.request import Request
 
 from ...simulation.checked_engine import CheckedEngine
+from ...simulation.faults import windows_of_a_longer_prefix
 from ...simulation.made_up_images import Prompt
 from ...simulation.made_up_model import VOCAB
 
@@ -47,6 +48,16 @@ def test_a_prefix_cut_at_an_image_has_the_pages_of_its_windows(lost, cached):
         lose_windows(checked, *lost)
     other = asked(checked, "other", IMAGE.then([30, 31, 32]))
     assert other.num_cached_tokens == cached
+
+
+def test_a_prefix_with_the_pages_of_longer_windows_is_found(monkeypatch):
+    """By its KV, which is not its own: the check of the test above would see it without the number, too."""
+    windows_of_a_longer_prefix(monkeypatch)
+    checked = engine_with(windows=(None, 5), host_prefix_cache="off")
+    asked(checked, "first", IMAGE.then([20, 21, 22, 23, 24]))
+    lose_windows(checked, 2)
+    with pytest.raises(AssertionError, match="KV of other is not its own"):
+        asked(checked, "other", IMAGE.then([30, 31, 32]))
 
 
 def test_what_comes_after_blocks_that_lost_their_windows_is_cached():
