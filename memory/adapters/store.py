@@ -316,10 +316,10 @@ class AdapterStore:
         It does not wait for a read in progress: the adapter then has a `transfer`. Raises OutOfPages if free pages are
         short, and AdapterFormatError if its weights can't be read; either way nothing is held.
         """
-        if adapter.lacks_pages:
-            self._load(adapter)
-        else:
+        if adapter.pages or not adapter.lacks_pages:
             self.num_hits += 1
+        else:
+            self._load(adapter)
         if adapter.is_idle:
             self._withdraw(adapter)
         adapter.references += 1

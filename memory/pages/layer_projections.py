@@ -105,8 +105,8 @@ class LatentWidths(NamedTuple):
     is_shared: bool = False
     """Latents of keys and values are another layer's."""
 
-    q_factor: float = 1.0
-    """Of the queries, applied to their latents."""
+    bias_factor: float = 1.0
+    """Of q_b_proj: see `Projection`."""
 
     sinks: bool = False
     """Attention weights of a token don't add up to one."""

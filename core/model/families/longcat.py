@@ -36,7 +36,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     mixer = latent.attention(fields, interleaved=True)
     assert mixer.latent is not None, "`latent.attention` gives it"
     q_factor, kv_factor = ((hidden / rank) ** 0.5 for rank in (mixer.latent.q_rank, mixer.latent.kv_rank))
-    mixer = replace(mixer, latent=replace(mixer.latent, q_factor=q_factor, kv_factor=kv_factor))
+    mixer = replace(mixer, latent=replace(mixer.latent, q_factor=q_factor, kv_factor=kv_factor, scales_queries=True))
     part, experts = reading.gated(fields, size="ffn_hidden_size"), _experts(fields)
     pair = [
         LayerSpec(mixer, part, beside=experts, is_late=True),

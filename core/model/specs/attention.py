@@ -182,8 +182,11 @@ class LatentSpec:
     q_factor: float = 1.0
     """Of the normalised latents of queries, and of an indexer's (Dots 3 Note)."""
 
+    scales_queries: bool = False
+    """In transformers the factor is of queries themselves (LongCat-Flash): an adapter's bias of them has it, too."""
+
     kv_factor: float = 1.0
-    """Of c, likewise."""
+    """Of c, as that of c_q."""
 
     norms_key: bool = False
     """The key that all heads share is normalised before it is rotated (Dots 3 Note)."""
@@ -403,7 +406,7 @@ class AttentionSpec:
             input_gate=latent.input_gate(self.output_gate),
             form=latent.form,
             is_shared=self.shares_kv,
-            q_factor=latent.q_factor,
+            bias_factor=latent.q_factor if latent.scales_queries else 1.0,
             sinks=self.sinks,
         )
         own = latent_projections(hidden, self.num_heads, widths)

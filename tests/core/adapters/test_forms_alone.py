@@ -32,7 +32,10 @@ LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 
 TOLERANCE = 5e-3
 
-REFUSED = {"mamba.dt_proj", "mixer.dt_proj", *(f"cross_attn.{each}_proj" for each in "qkvo")}
+REFUSED = {
+    *("mamba.dt_proj", "mixer.dt_proj", "mlp.router.classifier"),
+    *(f"cross_attn.{each}_proj" for each in "qkvo"),
+}
 """Projections whose weights transformers multiplies by itself, and those that text never reaches."""
 
 

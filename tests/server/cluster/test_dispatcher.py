@@ -179,6 +179,16 @@ def test_images_wait_while_their_replica_has_yet_to_read_others(api_server):
     assert not api_server.outputs
 
 
+def test_the_log_names_a_replicas_process_as_the_tutorial_shows(api_server, caplog):
+    tutorial = (Path(__file__).resolve().parents[3] / "docs" / "tutorial.md").read_text("utf-8")
+    link = api_server.links[1]
+    link.pid = 4711
+    with caplog.at_level("INFO"):
+        api_server.dispatcher.on_up(link)
+    (line,) = (each.getMessage() for each in caplog.records if "process" in each.getMessage())
+    assert f"`{line}`" in tutorial and f"kill -9 {link.pid}" in tutorial
+
+
 def test_a_replica_that_was_to_end_has_not_died(api_server, caplog):
     first, second = api_server.links[:2]
     first.draining = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
@@ -77,14 +76,6 @@ def test_the_first_end_of_a_child_is_told_as_what_it_is(tmp_path, caplog, serves
         assert child.trouble() is None
     else:
         assert first == child.trouble() == "replica r0 could not start (exit status 2); its messages are above"
-
-
-def test_the_tutorial_s_pattern_finds_a_replica_s_process():
-    tutorial = (Path(__file__).resolve().parents[3] / "docs" / "tutorial.md").read_text("utf-8")
-    directory = ClusterDirectory.new()
-    replica = directory.replica("r0", directory.socket("r0"), directory.replica_file(0), None, "{}")
-    (pattern,) = re.findall(r'pkill .* -f "([^"]+)"', tutorial)
-    assert re.search(pattern, " ".join(replica.command)), "as pkill -f looks for it"
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
