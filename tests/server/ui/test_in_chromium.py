@@ -187,7 +187,7 @@ def test_the_page_tells_where_the_prefixes_of_an_adapter_are(browser, large):
     cells = "return [...document.querySelectorAll('#usage td')].map((one) => one.textContent)"
     assert browser.run(cells) == [NAMES[3], "32", "4,800", "80,000", "base (base)", "64", "0", "0"]
     heads = "return [...document.querySelectorAll('#usage-columns th')].map((one) => one.textContent)"
-    assert browser.run(heads) == ["Name", "In the pool", "In host memory", "In files ↓"]
+    assert browser.run(heads) == ["Name", "Tokens in the pool", "Tokens in host memory", "Tokens in files ↓"]
     browser.fill("#usage-search", "none such")
     browser.wait("return document.querySelectorAll('#usage tr').length === 0")
     assert not browser.problems()
