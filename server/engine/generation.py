@@ -312,8 +312,6 @@ class Generation:
             for first in range(0, len(self.choices), AT_ONCE):
                 if first:
                     await asyncio.sleep(0)
-                # between two steps the engine takes in all that it is given: of a call that is at most two lots
-                await asyncio.gather(*waiting[max(0, first - 2 * AT_ONCE) : max(0, first - AT_ONCE)])
                 some = self.choices[first : first + AT_ONCE]
                 waiting += [asyncio.wrap_future(self._worker.submit(each.request, *receiver)) for each in some]
             for answer in await asyncio.gather(*waiting, return_exceptions=True):

@@ -67,36 +67,6 @@ def test_a_call_of_many_choices_submits_a_few_between_turns_of_the_event_loop(nu
     assert asyncio.run(submit()) == min(num_choices, AT_ONCE)
 
 
-def test_the_engine_takes_in_a_few_choices_of_a_call_between_two_steps():
-    """All of 2,048 were, and the next token of everybody else waited for them."""
-
-    class Slow(FakeWorker):
-        def __init__(self):
-            super().__init__()
-            self.waiting, self.most = [], 0
-
-        def submit(self, request, on_output, loop):
-            super().submit(request, on_output, loop)
-            self.waiting.append(Future())
-            return self.waiting[-1]
-
-        def step(self):
-            taken, self.waiting = self.waiting, []
-            self.most = max(self.most, len(taken))
-            for one in taken:
-                one.set_result(None)
-
-    async def submit():
-        worker = Slow()
-        starting = asyncio.ensure_future(make_generation(worker, 2048).start())
-        while not starting.done():
-            await settle()
-            worker.step()
-        return worker.most, len(worker.receivers)
-
-    assert asyncio.run(submit()) == (2 * AT_ONCE, 2048)
-
-
 def test_a_call_that_is_given_up_while_it_is_submitted_leaves_nothing_behind(caplog):
     class Refusing(FakeWorker):
         def submit(self, request, on_output, loop):
