@@ -28,6 +28,8 @@ FORMS = {"plain": {}, "lora-bias": {"lora_bias": True}, "dora": {"use_dora": Tru
 
 PROMPT = torch.randint(3, 150, (26,), generator=torch.Generator().manual_seed(7)).tolist()
 
+TOWER = re.compile(r"vision|visual|audio")
+
 LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 
 TOLERANCE = 5e-3
@@ -35,8 +37,9 @@ TOLERANCE = 5e-3
 REFUSED = {
     *("mamba.dt_proj", "mixer.dt_proj", "mlp.router.classifier"),
     *(f"cross_attn.{each}_proj" for each in "qkvo"),
+    *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
 }
-"""Projections whose weights transformers multiplies by itself, and those that text never reaches."""
+"""Projections whose weights transformers multiplies by itself, those that text never reaches, and those of streams."""
 
 
 @quiet()
@@ -49,7 +52,8 @@ def _save(family: str, root: Path) -> None:
     base, wanted = load_model(root / "model", dtype=torch.float32).eval(), {}
     names: dict[str, list[str]] = {}
     for name, module in base.named_modules():
-        if (found := LAYER.search(name)) and type(module) in (torch.nn.Linear, Conv1D):
+        is_linear = type(module) in (torch.nn.Linear, Conv1D) and not TOWER.search(name)
+        if is_linear and (found := LAYER.search(name)):
             names.setdefault(name[found.end() :], []).append(name)
     for path, targets in names.items():
         for form, fields in FORMS.items():
