@@ -43,8 +43,8 @@ def names_of(model: Path, served: str | None) -> frozenset[str]:
 
 
 def named_base(adapter: Path) -> str | None:
-    """The base model that an adapter's directory names, whether the adapter can be served or not; None if it can't be
-    read or is no printable name.
+    """The base model that an adapter's directory names, whether the adapter can be served or not. None if its
+    configuration can't be read, names no model, or has unprintable characters in the name.
     """
     try:
         base = json.loads((adapter / CONFIG_FILE).read_bytes()).get("base_model_name_or_path")

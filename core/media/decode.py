@@ -40,7 +40,7 @@ def _tell(link: Connection, **fields: Any) -> None:
 
 
 def serve_one(link: Connection) -> None:
-    """Decode a file: tell its size, await consent, and send its rows. A refusal takes the place of either message."""
+    """Decode a file: send its size, wait until the parent agrees, then send its rows; or send why it is refused."""
     asked, data = json.loads(link.recv_bytes()), link.recv_bytes()
     try:
         signal.setitimer(signal.ITIMER_PROF, HEADER_SECONDS)
@@ -68,7 +68,7 @@ def main(link_fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     Image.init()
     os.nice(_STEPS)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff writes there what it finds wrong
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff prints warnings to stderr
     limit_memory(MEMORY_BYTES)
     with suppress(EOFError, OSError), Connection(link_fd) as link:
         while True:

@@ -183,7 +183,7 @@ class ImageEncoder:
             pass
 
     def _turn(self) -> bool:
-        """Encode an image of the next request; False at the end. Nothing of it is kept while waiting for another."""
+        """Encode an image of the next request; False at the end. It holds no reference to a request while it waits."""
         if (request := self._next()) is None:
             return False
         try:
@@ -300,7 +300,9 @@ class ImageEncoder:
                     rows = maker.encode(prepared, changed)
                     found = Rows(rows.clone(), seconds + time.perf_counter() - began)
                     if len(rows) != item.num_rows:
-                        raise RuntimeError(f"the tower gives {len(rows)} rows, the prompt has {item.num_rows} places")
+                        raise RuntimeError(
+                            f"the tower gives {len(rows)} rows, the prompt has placeholders for {item.num_rows}"
+                        )
                 self._use(key, found, begun, is_new=is_new)
         finally:
             del self._pixels[number]

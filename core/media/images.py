@@ -105,10 +105,10 @@ def _check_tiles(image: Image) -> None:
     tags: Any = getattr(image, "tag_v2", {})
     try:
         width, height = (int(tags.get(tag, 0)) for tag in (_TILE_WIDTH, _TILE_LENGTH))
-        places = tags.get(_TILE_OFFSETS) or tags.get(_STRIP_OFFSETS) or ()
-        again = len(places) - len(set(places))
+        offsets = tags.get(_TILE_OFFSETS) or tags.get(_STRIP_OFFSETS) or ()
+        again = len(offsets) - len(set(offsets))
     except TypeError:
-        raise BadImage("can't be decoded: its tiles have no size or place; save it again") from None
+        raise BadImage("can't be decoded: its tiles have no size or offset; save it again") from None
     if width * height > max(4 * math.prod(image.size), _LARGE_TILE):
         raise BadImage(f"has tiles of {width} x {height} pixels, far larger than the image; save it again")
     if again:

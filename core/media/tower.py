@@ -105,7 +105,7 @@ def _with_marks(rows: torch.Tensor, of_marks: torch.Tensor, marks: Sequence[int]
     kinds = torch.tensor(marks, dtype=torch.long, device=rows.device)
     is_row = kinds < 0
     if len(rows) != (places := int(is_row.sum())):
-        raise RuntimeError(f"the tower gives {len(rows)} rows, the text has {places} places")
+        raise RuntimeError(f"the tower gives {len(rows)} rows, the text has placeholders for {places}")
     found = of_marks[kinds.clamp(min=0)]
     found[is_row] = rows
     return found

@@ -16,7 +16,7 @@ from ..errors import ApiError, validated
 from ..text.conversation import RESERVED_FOR_TEMPLATE, Conversation, text_in
 from ..text.tokenizer import Tokenizer
 from .fields import MESSAGE, check_messages, other_fields
-from .image_parts import image_of, is_image
+from .images.image_parts import image_of, is_image
 from .openai import GenerationRequest, LogprobCount
 from .tool_fields import ToolFields
 

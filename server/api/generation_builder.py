@@ -37,12 +37,12 @@ from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
 from .engine_requests import EngineRequests
-from .image_fetch import ImageFetcher
-from .image_parts import images_in
+from .images.image_fetch import ImageFetcher
+from .images.image_parts import images_in
+from .images.request_images import RequestImages, items_of
 from .near import no_model_like
 from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
-from .request_images import RequestImages, items_of
 from .sampling_defaults import SamplingDefaults
 from .sse import while_connected
 

@@ -17,7 +17,7 @@ from ..access.limits import RequestLimits, check_json
 from ..errors import ApiError, clipped, validated
 from .chat_request import ChatCompletionRequest
 from .fields import unknown_field, unsupported
-from .image_parts import image_of, is_image
+from .images.image_parts import image_of, is_image
 from .openai import Name
 
 CHATS_OWN = frozenset(

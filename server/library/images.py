@@ -13,7 +13,7 @@ from typing import Any
 from ...core.media.images import BadImage, check_size, encoded
 from ...core.media.lacking import why_lacking
 from ...core.requests.request_params import InvalidRequest
-from ..api.image_parts import ImageFile, ImageUrl, of_url
+from ..api.images.image_parts import ImageFile, ImageUrl, of_url
 
 _URLS = ("http://", "https://", "data:")
 

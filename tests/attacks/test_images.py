@@ -13,8 +13,8 @@ from io import BytesIO
 import pytest
 
 from chorus.core.media.images import MAX_BYTES, BadImage, open_image
-from chorus.server.api.image_fetch import ImageFetcher, Room
-from chorus.server.api.image_parts import ImageUrl, image_of
+from chorus.server.api.images.image_fetch import ImageFetcher, Room
+from chorus.server.api.images.image_parts import ImageUrl, image_of
 
 from ..core.media.tiny_vision import needs_vision, tiny
 

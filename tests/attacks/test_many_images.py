@@ -18,7 +18,7 @@ from chorus.core.engine import Engine
 from chorus.core.media import encoder
 from chorus.core.media.decoder import THREADS, ImageDecoder
 from chorus.core.media.processor import ImageProcessor, Prepared
-from chorus.server.api import request_images
+from chorus.server.api.images import request_images
 from chorus.server.text.tokenizer import Tokenizer
 
 from ..core.media.tiny_vision import Reference, needs_vision

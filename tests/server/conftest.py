@@ -51,6 +51,7 @@ from chorus.server.start.launch import bind, http_server, url_of
 from chorus.server.text.tokenizer import Tokenizer
 
 from ..tables import TINY_PATHS
+from ..tiny_tokenizer import save_tokenizer
 
 BOS, EOS = 256, 257
 CHAT_TEMPLATE = (
@@ -473,6 +474,19 @@ def live_server(
                 engine.gate.set()
             server.should_exit = True
             thread.join(30)
+
+
+@contextmanager
+def telling_server(model: Path, template: str, max_model_len: int = 4096) -> Iterator[Live]:
+    """A server named `base` with a `Teller`, whose tokens are bytes, and a chat template. model: an empty directory."""
+    save_tokenizer(model)
+    backend = byte_level_backend()
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template
+    )
+    settings = {"model": model, "served_model_name": "base"}
+    with live_server(Teller([], max_model_len=max_model_len), Tokenizer(own), settings=settings) as live:
+        yield live
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import openai
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
@@ -16,7 +15,7 @@ from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.text.tokenizer import Tokenizer
 
 from ..tiny_tokenizer import save_tokenizer
-from .conftest import Teller, byte_level_backend, live_server
+from .conftest import Teller, live_server, telling_server
 
 pytestmark = pytest.mark.wide
 
@@ -42,16 +41,7 @@ def tool(name="f", parameters=PARAMETERS, **more):
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    model = tmp_path_factory.mktemp("model")
-    save_tokenizer(model)
-    tokenizer = Tokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
-        )
-    )
-    with live_server(
-        Teller([], max_model_len=4096), tokenizer, settings={"model": model, "served_model_name": "base"}
-    ) as live:
+    with telling_server(tmp_path_factory.mktemp("model"), TEMPLATE) as live:
         yield live
 
 

@@ -267,20 +267,24 @@ def test_an_adapter_without_pages_is_pinned_without_a_load(memory, store, pool, 
     check(store, pool)
 
 
+def failing_for(store, broken, error):
+    """`store.acquire`, which raises the error for one adapter."""
+
+    def acquire(adapter):
+        if adapter is broken:
+            raise error
+        store.acquire(adapter)
+
+    return acquire
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("division by zero"), RuntimeError("no copy"), OSError("gone")])
 def test_what_fails_to_load_awake_is_no_longer_pinned_and_the_others_wake(memory, store, pool, monkeypatch, error):
     a, b, c = register(store, a="four", b="two", c="two")
     for adapter in (a, b, c):
         store.pins.add(adapter)
     sleep(memory)
-    acquire = store.acquire
-
-    def fails(adapter):
-        if adapter is b:
-            raise error
-        acquire(adapter)
-
-    monkeypatch.setattr(store.pins, "_acquire", fails)
+    monkeypatch.setattr(store.pins, "_acquire", failing_for(store, b, error))
     assert store.pins.wake() == [(b, error)]
     assert b not in store.pins and (b.requests, b.references) == (0, 0)
     assert resident(store) == {"a", "c"} and not store.pins.is_asleep
@@ -292,15 +296,8 @@ def test_a_wake_that_fails_can_be_tried_again(memory, store, pool, backend, monk
     for adapter in (a, b):
         store.pins.add(adapter)
     sleep(memory)
-    acquire = store.acquire
-
-    def fails(adapter):
-        if adapter is b:
-            raise MemoryError
-        acquire(adapter)
-
     with monkeypatch.context() as patch:
-        patch.setattr(store.pins, "_acquire", fails)
+        patch.setattr(store.pins, "_acquire", failing_for(store, b, MemoryError()))
         with pytest.raises(MemoryError):
             store.pins.wake()
     assert store.pins.is_asleep and (a.references, a.requests, b.references, b.requests) == (0, 1, 0, 1)

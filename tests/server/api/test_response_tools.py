@@ -8,13 +8,10 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response
-from transformers import PreTrainedTokenizerFast
 
 from chorus.server.api.response_tools import ResponseTools
-from chorus.server.text.tokenizer import Tokenizer
 
-from ...tiny_tokenizer import save_tokenizer
-from ..conftest import Teller, byte_level_backend, live_server
+from ..conftest import telling_server
 
 TEMPLATE = (
     "{%- for tool in tools or [] -%}[{{ tool.function.name }}: {{ tool.function.description }}]{%- endfor -%}"
@@ -87,16 +84,7 @@ def asked(items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    model = tmp_path_factory.mktemp("model")
-    save_tokenizer(model)
-    tokenizer = Tokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
-        )
-    )
-    with live_server(
-        Teller([], max_model_len=16384), tokenizer, settings={"model": model, "served_model_name": "base"}
-    ) as live:
+    with telling_server(tmp_path_factory.mktemp("model"), TEMPLATE, max_model_len=16384) as live:
         yield live
 
 

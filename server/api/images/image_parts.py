@@ -3,7 +3,7 @@
 Nothing is fetched, opened or decoded here. A part's file is in a data URL or in base64, or at an http(s) URL; `LLM`
 gives files and PIL images itself.
 
-Tests: tests/server/api/test_image_parts.py
+Tests: tests/server/api/images/test_image_parts.py
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core.media.images import BadImage, check_size
-from ...core.media.settings import LOW
-from ..errors import clipped
+from ....core.media.images import BadImage, check_size
+from ....core.media.settings import LOW
+from ...errors import clipped
 
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """Values of `type` of parts that are images."""

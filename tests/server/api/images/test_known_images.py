@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chorus.server.api.known_images import KnownImages, Owner
-from chorus.server.api.request_images import ImageText
+from chorus.server.api.images.known_images import KnownImages, Owner
+from chorus.server.api.images.request_images import ImageText
 
 
 def image(name: str) -> ImageText:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chorus.server.api.image_parts import ImageFile, ImageUrl, image_of, images_in
+from chorus.server.api.images.image_parts import ImageFile, ImageUrl, image_of, images_in
 
 DATA = b"\x89PNG some bytes"
 TEXT = base64.b64encode(DATA).decode()

@@ -13,10 +13,10 @@ import pytest
 
 from chorus.core.media import images
 from chorus.core.media.images import BadImage
-from chorus.server.api import image_fetch
-from chorus.server.api.image_fetch import OF_A_TENANT, ImageFetcher, Room
+from chorus.server.api.images import image_fetch
+from chorus.server.api.images.image_fetch import OF_A_TENANT, ImageFetcher, Room
 
-from ..stores.store_server import StoreServer, send, store_server
+from ...stores.store_server import StoreServer, send, store_server
 
 DATA = b"\x89PNG some bytes"
 

@@ -1,6 +1,6 @@
 """A cache of what prompts need to know of images, by whoever sent them, so that nobody learns what others have sent.
 
-Tests: tests/server/api/test_known_images.py
+Tests: tests/server/api/images/test_known_images.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A name is resolved once and every address of it is checked; the connection goes to that very address, without a proxy,
 and nothing is followed elsewhere. See `stores/guarded_http.py`.
 
-Tests: tests/server/api/test_image_fetch.py
+Tests: tests/server/api/images/test_image_fetch.py
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from ...core.media.images import BadImage, check_size
-from ..executors import DaemonPool
-from ..stores.allowed import Allowed
-from ..stores.deadline import Deadline
-from ..stores.errors import StoreAway, StoreRefused
-from ..stores.guarded_http import guarded_client
+from ....core.media.images import BadImage, check_size
+from ...executors import DaemonPool
+from ...stores.allowed import Allowed
+from ...stores.deadline import Deadline
+from ...stores.errors import StoreAway, StoreRefused
+from ...stores.guarded_http import guarded_client
 
 SECONDS = 10.0
 """Until an image must have come, from the moment that its name is resolved."""

@@ -16,8 +16,8 @@ import torch
 from chorus.core.media.decoder import image_threads
 from chorus.core.requests.media import MediaItem
 from chorus.memory.files.given_up import check_wanted
-from chorus.server.api.image_parts import ImageFile
-from chorus.server.api.request_images import ImageText, RequestImages, items_of
+from chorus.server.api.images.image_parts import ImageFile
+from chorus.server.api.images.request_images import ImageText, RequestImages, items_of
 
 MODEL: Any = SimpleNamespace(why_blind=None, most_images=None)
 

@@ -16,22 +16,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from ...core.media.decoder import image_threads
-from ...core.media.images import BadImage
-from ...core.media.settings import DETAIL, LOW, BadSetting
-from ...core.requests.media import MediaItem, Ready, placed
-from ...core.requests.request_params import InvalidRequest
-from ...memory.host.daemon_pool import give_up
-from ..errors import ApiError
-from ..http.gate import Held, SharedLimit
+from ....core.media.decoder import image_threads
+from ....core.media.images import BadImage
+from ....core.media.settings import DETAIL, LOW, BadSetting
+from ....core.requests.media import MediaItem, Ready, placed
+from ....core.requests.request_params import InvalidRequest
+from ....memory.host.daemon_pool import give_up
+from ...errors import ApiError
+from ...http.gate import Held, SharedLimit
 from .image_fetch import ImageFetcher, Room
 from .image_parts import ImageFile, ImageUrl
 from .known_images import KnownImages, Owner
 
 if TYPE_CHECKING:
-    from ...core.executors.base import ModelInfo
-    from ...core.media.places import ImagePlaces
-    from ...core.media.processor import ImageProcessor, Prepared
+    from ....core.executors.base import ModelInfo
+    from ....core.media.places import ImagePlaces
+    from ....core.media.processor import ImageProcessor, Prepared
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class RequestImages:
     def _processor_now(self) -> ImageProcessor:
         with self._lock:
             if self._processor is None:
-                from ...core.media.processor import ImageProcessor
+                from ....core.media.processor import ImageProcessor
 
                 self._processor = ImageProcessor(self.directory, self.max_tokens)
             return self._processor
