@@ -114,6 +114,7 @@ def test_work_is_bounded_before_it_begins(data: Any, why: str, monkeypatch: pyte
     from PIL import Image
 
     file = data()
+    Image.init()  # a plugin that is imported loads an image
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
     with pytest.raises(BadImage, match=why):
         open_image(file)
