@@ -117,7 +117,7 @@ def test_a_wrong_number_of_tiles_is_found(asked: Asked, times: float, monkeypatc
     engine.add_request(asked.request("wrong", None, [picture(2, (40, 60))]))
     (output,) = [each for _ in range(10_000) if engine.has_work() for each in engine.step()]
     engine.close()
-    assert output.error is not None and "places" in output.error
+    assert output.error is not None and "placeholders" in output.error
 
 
 def older(path: Path, family: str, name: str) -> Path:

@@ -365,7 +365,7 @@ def test_a_wrong_number_of_rows_is_found(asked: Asked, engine: Engine, monkeypat
     monkeypatch.setattr(Tower, "encode", lambda *args: torch.cat([encode(*args)] * 2))
     engine.add_request(asked.request("twice", None, [picture(2, (40, 60))]))
     (output,) = [each for _ in range(10_000) if engine.has_work() for each in engine.step()]
-    assert output.error is not None and "places" in output.error
+    assert output.error is not None and "placeholders" in output.error
 
 
 def test_an_aborted_request_leaves_the_others(asked: Asked, engine: Engine) -> None:
