@@ -32,9 +32,8 @@ from .moe.experts import ExpertKernels
 from .moe.stacked_experts import StackedExperts
 from .nvtx_spans import span
 from .paged_states import PagedStates
-from .program.builder import Kept
 from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers, logits_dtype
-from .program.layer_program import layer_program
+from .program.layer_program import Kept
 from .program.ops import INPUTS, STREAM, Gemm, Moe
 from .program.torch_ops import Runs, Weight, kind_of, multiply, run_ops
 from .program.torch_other_ops import kind_of_experts
@@ -48,7 +47,7 @@ from .weights.kept_weights import expert_packs, matrix_pack, moved
 from .weights.layer_weights import LayerWeights
 from .weights.rounding_weight import RoundingWeight
 from .weights.shadow import INPUTS_ARE_ROUNDED
-from .weights.slots import MERGED_MATRICES, slots
+from .weights.slots import MERGED_MATRICES
 from .weights.weight_plan import Way
 from .weights.weights import Weights
 
@@ -143,7 +142,7 @@ class DecoderModel:
         pack_expert, keep_experts = expert_packs(expert_kernels, weights.plan, dtype, device)
         read = zip(weights.layers(kept, pack_expert), config.layers, strict=True)
         own = (config.norm, device, dtype, keep_experts)
-        self.layers = [moved(layer, slots(spec, config), *own) for layer, spec in read]
+        self.layers = [moved(layer, config.composed(spec).slots, *own) for layer, spec in read]
         self._weights: Sequence[LayerWeights] = [*self.layers, self._ends]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
@@ -154,7 +153,7 @@ class DecoderModel:
         ropes, factors = ropes_of(config.layers), weights.rope_factors()
         self._rotary = {rope: _rotary(rope, factors, max_model_len, dtype, device) for rope in ropes}
         self._program = TorchProgram(
-            [layer_program(layer, config.norm) for layer in config.layers],
+            config.programs,
             end_programs(config),
             self._weights,
             Bound(

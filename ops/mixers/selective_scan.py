@@ -3,7 +3,7 @@
 For every token, from its row `[x | z]` of the input projection:
 
     x = silu(conv(x) + bias)                causal, depthwise, over the last `conv_size` tokens: the first part
-    dt, B, C = projections of x             see `program.builder`
+    dt, B, C = projections of x             see `compose.mixers`
     dt = softplus(dt)                       of each channel
     S ← exp(-rates · dt) · S + B ⊗ (dt · x)     rates = exp(A_log), of each channel and row of S
     out = (C S + D · x) · silu(z)

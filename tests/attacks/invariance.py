@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from chorus.core.model.compose.composed import composed
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer
@@ -113,7 +114,7 @@ def build(
         float8_kv=float8_kv,
         value_dim=drawn.cached_value_dim,
     )
-    table = Projections(tuple(spec.projections(hidden) for spec in specs))
+    table = Projections(tuple(composed(spec, NormSpec(1e-6), hidden).projections for spec in specs))
     biased = rng.random() < 0.5
 
     def vector(width: int, wanted: bool = True, centre: float = 1.0) -> Any:
@@ -187,7 +188,7 @@ def build(
         for _ in range(num_layers)
     ]
     norm = NormSpec(1e-5, NormKind.LAYER if rng.random() < 0.2 else NormKind.RMS)
-    program = NativeProgram(specs, norm, hidden, table)
+    program = NativeProgram([composed(spec, norm, hidden).program for spec in specs], hidden, table)
     planes = [index * layout.block_tokens * drawn.head_dim for index in range(num_layers)] if latents else ()
     places = layer_bindings(specs, layers, Tables.of(specs, requests_end), kv_scales=scales, planes=planes)
     model = native_model.NativeModel(

@@ -14,7 +14,6 @@ from ..specs.config import ModelConfig
 from ..specs.gated_streams import GatedStreamsSpec
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..weights.slots import JOINED, stream_slots
-from .builder import Kept
 from .end_ops import (
     AddPositions,
     Cap,
@@ -31,6 +30,7 @@ from .end_ops import (
 )
 from .factor_ops import ScaleEmbeddings
 from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
+from .layer_program import Kept
 from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Concat, Gemm, Norm, Op, Replace, Scale, Sum
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.

@@ -1,41 +1,54 @@
-"""The program of a layer.
+"""A layer's ops in order, cut where steps with prompts are captured in pieces.
 
 Tests: tests/core/model/program/test_builder.py
 """
 
 from __future__ import annotations
 
-from ..specs.gated_streams import GatedStreamsSpec
-from ..specs.head_conv import HeadConvSpec
-from ..specs.hyper_connections import HyperConnectionSpec
-from ..specs.layers import LayerSpec, StreamsSpec
-from ..specs.norms import NormSpec
-from ..specs.shared_block import SharedBlock
-from ..specs.stream_convs import StreamConvSpec
-from .builder import LayerBuilder, LayerProgram
-from .conv_builders import ConvBuilder, ConvolvedBuilder
-from .gated_builder import GatedBuilder
-from .other_builders import BlockBuilder, HyperBuilder, StreamBuilder
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .ops import Op
 
 
-def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
-    """The program of a layer with norms of this kind. spec: of a TP rank's share."""
-    builder = LayerBuilder(spec, norm)
-    match spec.block or spec.streams or spec.convs:
-        case SharedBlock() as block:
-            builder = BlockBuilder(spec, norm, block)
-        case StreamsSpec() as streams:
-            builder = StreamBuilder(spec, norm, streams)
-        case HyperConnectionSpec() as streams:
-            builder = HyperBuilder(spec, norm, streams)
-        case GatedStreamsSpec() as streams:
-            builder = GatedBuilder(spec, norm, streams)
-        case HeadConvSpec() as convs:
-            builder = ConvolvedBuilder(spec, norm, convs)
-        case StreamConvSpec() as convs:
-            builder = ConvBuilder(spec, norm, convs)
-        case None:
-            pass
-    builder.build()
-    before, mixers, after = map(tuple, builder.parts)
-    return LayerProgram(before, mixers, after, tuple(builder.reads), tuple(builder.mixed), builder.earlier)
+class Kept(NamedTuple):
+    """A buffer that ops of one captured piece leave to another: it needs memory that does not move."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The shape of one token's share."""
+
+    is_index: bool = False
+    """It holds whole numbers (int32)."""
+
+    is_wide: bool = False
+    """It holds float32 whatever the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProgram:
+    """A layer's ops, in three parts: steps with prompts are captured in pieces between the mixers."""
+
+    before: tuple[Op, ...]
+    mixers: tuple[Op, ...]
+    """Those with `Op.IS_CUT`."""
+
+    after: tuple[Op, ...]
+    reads: tuple[Kept, ...] = ()
+    """Buffers of `before` that later ops read, besides the residual stream and further inputs."""
+
+    mixed: tuple[Kept, ...] = ()
+    """Buffers that the mixers write."""
+
+    earlier: LayerProgram | None = None
+    """What comes before it, where a layer has several mixers, or one of several parts: up to the last but one."""
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All of them in order."""
+        return tuple(op for each in self.segments for op in each.before + each.mixers + each.after)
+
+    @property
+    def segments(self) -> tuple[LayerProgram, ...]:
+        """Programs of one mixer, or of one part of a mixer, each."""
+        return (self,) if self.earlier is None else (*self.earlier.segments, self)

@@ -76,7 +76,7 @@ def _rows_of_weights(config: ModelConfig) -> list[int]:
 def _program(config: ModelConfig) -> NativeProgram:
     """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
     of_share = config.num_ranks > 1
-    found = NativeProgram(config.layers, config.norm, config.hidden_size, config.projections, has_ranks=of_share)
+    found = NativeProgram(config.programs, config.hidden_size, config.projections, has_ranks=of_share)
     for op in (*(ends := end_programs(config)).before, *ends.behind):
         check_native(op)
     return found

@@ -23,15 +23,14 @@ from ..moe.experts import what_native_lacks
 from ..native_names import native_activation, native_norm
 from ..specs.attention import HeadNorm, OutputGate
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
-from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
-from .layer_program import layer_program
+from .layer_program import LayerProgram
 from .native_attention import attend_arguments, latent_arguments
 from .native_binding import Late, LayerBinding, filled, weight_of
 from .native_buffers import Buffers, NoNativeOp, columns_of, reads_rounded
 from .native_registers import Held, Registers, Value
 from .ops import (
+    EMBEDDED,
     LATE,
     STREAM,
     Activate,
@@ -74,22 +73,22 @@ class NativeProgram:
 
     def __init__(
         self,
-        layers: Sequence[LayerSpec],
-        norm: NormSpec,
+        layers: Sequence[LayerProgram],
         hidden: int,
         table: Projections,
         *,
         has_ranks: bool = False,
     ) -> None:
-        """table: of the layers' projections. has_ranks: the layers are one TP rank's shares, whose outputs are summed.
+        """hidden: width of the residual stream. table: of the layers' projections. has_ranks: the layers are one TP
+        rank's shares, whose outputs are summed.
 
         Raises NoNativeOp.
         """
-        keeps = any(spec.block is not None for spec in layers)
+        keeps = any(EMBEDDED in op.reads for layer in layers for op in layer.ops)
         self._registers, self._ops = Registers(hidden, keeps_embeddings=keeps), []
         number = 0
-        for index, spec in enumerate(layers):
-            lowering = _Lowering(index, layer_program(spec, norm).ops, self._registers, table, has_ranks)
+        for index, layer in enumerate(layers):
+            lowering = _Lowering(index, layer.ops, self._registers, table, has_ranks)
             ops = self._registers.placed(lowering.run(number))
             number += sum(op.kind in ("Gemm", "GateUp") for op in ops)
             self._ops.append(ops)

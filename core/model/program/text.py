@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from ....memory.pages.projections import Projection
 from ....ops.attention.blocks import BlockMask
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
-from .builder import LayerProgram
 from .end_text import connections, end_detail
 from .ends import end_programs
 from .hyper_ops import ConnectStreams, GiveToStreams
 from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
 from .inkling_ops import ConvolveStream, MoeWithSinks
-from .layer_program import layer_program
+from .layer_program import LayerProgram
 from .ops import (
     Activate,
     Add,
@@ -60,8 +59,8 @@ def program_lines(config: ModelConfig) -> list[str]:
 
 def _layer_lines(config: ModelConfig) -> list[str]:
     found: dict[tuple[str, ...], list[int]] = {}
-    for index, layer in enumerate(config.layers):
-        found.setdefault(tuple(_lines(layer, layer_program(layer, config.norm), config.hidden_size)), []).append(index)
+    for index, (program, own) in enumerate(zip(config.programs, config.projections.layers, strict=True)):
+        found.setdefault(tuple(_lines(program, own)), []).append(index)
     lines = list[str]()
     for program, layers in found.items():
         lines += [_layers(layers, config.num_layers), *(f"  {line}" for line in program)]
@@ -77,9 +76,15 @@ def _layers(indices: Sequence[int], count: int) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {', '.join(names)}:"
 
 
-def _lines(layer: LayerSpec, program: LayerProgram, hidden: int) -> Iterator[str]:
+def _lines(program: LayerProgram, own: Sequence[Projection]) -> Iterator[str]:
     ops = [op for op in program.ops if not isinstance(op, Begin | End)]
-    return _aligned((_formula(op), _detail(op, layer, hidden)) for op in ops)
+    return _aligned((_formula(op), _product(op, own) if isinstance(op, Gemm) else _detail(op)) for op in ops)
+
+
+def _product(op: Gemm, projections: Sequence[Projection]) -> str:
+    own = [each for each in projections if each.group is op.group]
+    names = ", ".join(each.path.rpartition(".")[2] for each in own)
+    return f"{own[0].inputs} → {sum(each.outputs for each in own)}: {names}"
 
 
 def _aligned(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -118,15 +123,11 @@ def _name(op: Op) -> str:
     return words.removeprefix("_")
 
 
-def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
+def _detail(op: Op) -> str:
     """What an op computes with: the shapes of weights, kinds and numbers."""
     match op:
         case Norm():
             return f"{_norm(op.norm)}: {op.weight}"
-        case Gemm():
-            own = [each for each in layer.projections(hidden) if each.group is op.group]
-            names = ", ".join(each.path.rpartition(".")[2] for each in own)
-            return f"{own[0].inputs} → {sum(each.outputs for each in own)}: {names}"
         case Heads():
             return _heads(op.attention)
         case Latents() | Index() | Choose() | IndexBlocks() | ChooseBlocks():

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import embedding
 
 from ....ops.elementwise.elementwise import rms_norm
-from .builder import Kept
 from .end_ops import AddPositions, Cap, EmbedMedia, JoinStreams, KeepEmbeddings, NormParts, PlaceImages, SplitStreams
+from .layer_program import Kept
 from .ops import TakeInput
 from .torch_ops import backend_for, multiply
 from .torch_step import OpContext, Run, Step

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from ....ops.elementwise.elementwise import rms_norm, scaled_norm
-from .builder import Kept
 from .factor_ops import AddGated, AddScaled, CarryRouted, NormHeads, NormScaled, ScaleEmbeddings
+from .layer_program import Kept
 from .torch_step import OpContext, Run, Step
 
 #: The least square of the residual stream's factor.

@@ -10,8 +10,8 @@ import math
 import torch
 
 from ..nvtx_spans import span
-from .builder import Kept
 from .gated_ops import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
+from .layer_program import Kept
 from .torch_step import OpContext, Run, Step, reader
 
 #: The least of a number whose root is taken.

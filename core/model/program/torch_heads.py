@@ -12,7 +12,7 @@ from ....ops.elementwise.elementwise import HeadNorms
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.norms import NormSpec
 from ..weights.layer_weights import LayerWeights
-from .builder import Kept
+from .layer_program import Kept
 from .ops import Attend, LatentAttend
 from .torch_step import Bound
 

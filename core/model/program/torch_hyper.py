@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import linear
 
 from ..specs.hyper_connections import HyperConnectionSpec
-from .builder import Kept
 from .hyper_ops import ConnectStreams, CopyToStreams, GiveToStreams, SumStreams
+from .layer_program import Kept
 from .torch_step import OpContext, Run, Step
 
 

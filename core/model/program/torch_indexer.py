@@ -13,8 +13,8 @@ from ....ops.attention.key_blocks import halves_of
 from ....ops.elementwise.elementwise import Rotation, layer_norm, rotate
 from ..nvtx_spans import span
 from ..specs.indexer import IndexerSpec, MeanIndexerSpec
-from .builder import Kept
 from .indexer_ops import Choose, ChooseBlocks, Index, IndexBlocks
+from .layer_program import Kept
 from .torch_step import OpContext, Run, Step, reader
 
 

@@ -11,7 +11,7 @@ from ....ops.attention.latents import LatentHeads
 from ....ops.elementwise.elementwise import rotate, write_latents
 from ....ops.elementwise.rotation import KvSlots, NewLatents
 from ..nvtx_spans import span
-from .builder import Kept
+from .layer_program import Kept
 from .ops import LatentAttend, Latents
 from .torch_heads import attended_of, query_growth, scores_of
 from .torch_step import OpContext, Run, Step, reader

@@ -39,8 +39,8 @@ from ..nvtx_spans import span
 from ..specs.attention import AttentionSpec, OutputGate
 from ..specs.norms import NormKind, NormSpec
 from ..weights.rounding_weight import RoundingWeight
-from .builder import Kept
 from .end_ops import Embed, Logits, Rows, Select
+from .layer_program import Kept
 from .ops import Activate, Add, AllReduce, Attend, Gemm, Heads, Norm
 from .torch_heads import attended_of, head_norms, query_growth, query_weights, scores_of
 from .torch_step import Bound, OpContext, Run, Step, reader

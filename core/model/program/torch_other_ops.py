@@ -18,7 +18,7 @@ from ..moe.mixture_lora import MixtureLora
 from ..moe.stacked_experts import StackedExperts
 from ..nvtx_spans import span
 from ..weights.slots import IMAGE_EXPERTS
-from .builder import Kept
+from .layer_program import Kept
 from .ops import (
     AddMedia,
     Clip,

@@ -15,8 +15,8 @@ from ....ops.attention.attention import GroupedAttention
 from ..batch import BY_LIBRARY, GemmBackends
 from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
-from .builder import Kept, LayerProgram
 from .ends import LOGITS, STATES, EndPrograms
+from .layer_program import Kept, LayerProgram
 from .ops import (
     CHOSEN,
     EMBEDDED,

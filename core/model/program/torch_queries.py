@@ -6,7 +6,7 @@ Tests: tests/core/layers/test_query_experts.py
 from __future__ import annotations
 
 from ..nvtx_spans import span
-from .builder import Kept
+from .layer_program import Kept
 from .query_ops import OutputsOfExperts, QueriesOfExperts
 from .torch_step import OpContext, Run, Step, reader
 

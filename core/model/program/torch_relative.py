@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ..moe.sink_experts import mix_with_sinks
 from ..nvtx_spans import span
-from .builder import Kept
 from .inkling_ops import ConvolveStream, MoeWithSinks, TakeRelative
+from .layer_program import Kept
 from .torch_heads import query_growth
 from .torch_step import OpContext, Run, Step, reader
 

@@ -21,7 +21,7 @@ from ..batch import BY_LIBRARY, GemmBackends, StepBatch, StepStates
 from ..lora.step_lora import StepLora
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
-from .builder import Kept
+from .layer_program import Kept
 from .ops import Read, View
 
 #: Adds what adapters do to logits `[rows, columns]` of states `[rows, hidden]`; then the token of the first column.

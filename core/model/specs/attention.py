@@ -9,15 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.layer_projections import (
-    LatentWidths,
-    attention_projections,
-    indexer_projections,
-    latent_projections,
-    query_expert_projections,
-)
 from ....memory.pages.layout import KvShape
-from ....memory.pages.projections import Group, Projection
 from ....ops.attention.blocks import BlockMask
 from .indexer import BlockIndexerSpec, IndexerSpec
 from .query_experts import QueryExperts
@@ -360,65 +352,6 @@ class AttentionSpec:
     def gate_size(self) -> int:
         """Elements of the gates of a token's output."""
         return 0 if self.output_gate is None else self.num_heads * self.attended_dim
-
-    @property
-    def biased_inputs(self) -> list[str]:
-        """Paths of the projections that `qkv_bias` is of."""
-        parts = ("q_proj", "k_proj", "v_proj") if self.latent is None else ("q_a_proj", "kv_a_proj_with_mqa")
-        return [f"self_attn.{part}" for part in parts]
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """Its matrices. hidden: width of the residual stream."""
-        if (latent := self.latent) is not None:
-            return self._latent_projections(hidden, latent)
-        if (experts := self.query_experts) is not None:
-            return query_expert_projections(hidden, self.num_kv_heads, self.head_dim, experts.count)
-        key = self.head_dim if self.difference is None else self.difference.key_dim
-        *inputs, output = attention_projections(
-            hidden,
-            self.num_heads,
-            self.num_kv_heads,
-            key,
-            gate=self.output_gate is OutputGate.BESIDE_QUERIES,
-            kept=(key, self.value_dim or key)[: self._num_kept],
-            form=self.form,
-        )
-        if self.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
-            size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
-            gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
-            inputs.append(gate)
-        if (relative := self.relative) is not None:
-            size, heads = self.num_heads * relative.dim, self.num_heads
-            inputs.append(Projection("self_attn.r_proj", Group.MIXER_IN, hidden, size, heads, form=self.form))
-        if (index := self.block_indexer) is not None:
-            inputs += index.projections(hidden)
-        return (*inputs, output)
-
-    def _latent_projections(self, hidden: int, latent: LatentSpec) -> tuple[Projection, ...]:
-        widths = LatentWidths(
-            latent.q_rank,
-            latent.kv_rank,
-            latent.key_dim,
-            latent.rotated_dim,
-            latent.value_dim,
-            both=latent.both,
-            gate=latent.value_dim if self.output_gate is OutputGate.BESIDE_QUERIES else 0,
-            input_gate=latent.input_gate(self.output_gate),
-            form=latent.form,
-            is_shared=self.shares_kv,
-            bias_factor=latent.q_factor if latent.scales_queries else 1.0,
-            sinks=self.sinks,
-        )
-        own = latent_projections(hidden, self.num_heads, widths)
-        if (index := self.indexer) is None:
-            return own
-        inputs = hidden if index.norms_input else latent.q_rank
-        return (*own, *indexer_projections(hidden, inputs, index.heads, index.key_dim, apart=index.apart))
-
-    @property
-    def _num_kept(self) -> int:
-        """Projections that give keys and values."""
-        return 0 if self.shares_kv else 1 if self.keys_are_values else 2
 
     @property
     def kv_shape(self) -> KvShape:

@@ -19,7 +19,10 @@ from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projection, Projections, UnitRows, unit_rows
 from ...requests.blocks import Blocks
 from ..checkpoints.quantization.format import WeightFormat
+from ..compose.build import Build
+from ..compose.composed import composed
 from ..config_json import UnsupportedModel
+from ..program.layer_program import LayerProgram
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
 from .gated_streams import GatedStreamsSpec
@@ -350,11 +353,20 @@ class ModelConfig:
         short = [rope.original_max_position_embeddings for rope in ropes if rope is not None and rope.short_factors]
         return min([self.max_position_embeddings, *short])
 
+    def composed(self, layer: LayerSpec) -> Build:
+        """A layer's ops, slots and projections. layer: one of these, or a rank's share of one."""
+        return composed(layer, self.norm, self.hidden_size)
+
+    @property
+    def programs(self) -> list[LayerProgram]:
+        """What each layer computes."""
+        return [self.composed(layer).program for layer in self.layers]
+
     @cached_property
     def projections(self) -> Projections:
         """The projections that adapters may change. Of a rank's share, the head has room for the largest share."""
         return Projections(
-            tuple(layer.projections(self.hidden_size) for layer in self.layers),
+            tuple(self.composed(layer).projections for layer in self.layers),
             model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks), self._inputs),
         )
 
@@ -397,7 +409,7 @@ class ModelConfig:
         )
         renamed = ((each.name, names[each.path]) for each in self.projections if each.path in names)
         biased = tuple(
-            tuple(each.name for each in layer if each.path in spec.biased)
+            tuple(each.name for each in layer if each.path in self.composed(spec).biased)
             for layer, spec in zip(self.projections.layers, self.layers, strict=True)
         )
         experts = [each for each in self.projections if each.experts]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from ....memory.pages.layer_projections import gated_projections, mixture_projections, router_projections
+from ....memory.pages.layer_projections import mixture_projections
 from ....memory.pages.projections import Group, Projection
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
@@ -111,10 +111,6 @@ class GatedSpec:
     scaled: bool = False
     """The part's output has a learned factor, one number (Inkling)."""
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
-        return gated_projections(hidden, self.size, self.form)
-
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""
         return replace(self, size=self.size // size)
@@ -131,10 +127,6 @@ class UngatedSpec:
     bias: bool = False
 
     form = ""
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
-        return gated_projections(hidden, self.size)[1:]
 
     def share(self, size: int) -> UngatedSpec:
         """One of `size` ranks' share."""
@@ -243,11 +235,6 @@ class Experts:
         ]
 
     @property
-    def biased_paths(self) -> list[str]:
-        """Paths of the projections before the router that have biases."""
-        return [each.path for each in router_projections(1, self.router_size)] if self.router_size else []
-
-    @property
     def of_images(self) -> Experts:
         """The mixture that positions of images go to: the further experts, and the same shared one."""
         return replace(self, size=self.image_size, image_size=0)
@@ -290,26 +277,19 @@ class Experts:
         return self.skip_correction is not None
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`; those of experts are of each one."""
+        """Its matrices; those of experts are of each one. hidden: width of the residual stream."""
         shared_gate, has_gates = self.shared_gate, self.is_gated
         latent = 0 if self.latent is None else self.latent.size
         own = {"shared_gate": shared_gate, "has_gates": has_gates, "latent": latent}
         found = mixture_projections(hidden, self.count, self.size, self.shared_size, **own)
         if self.has_fixed_router:
             found = tuple(each for each in found if each.group is not Group.ROUTER)
-        found = self._routed(found, hidden)
-        is_wide = (each.group is Group.EXPERT_GATE_UP and self.idle > 0 for each in found)
-        every = zip(found, is_wide, strict=True)
-        return tuple(replace(each, experts=self.choices) if wide else each for each, wide in every)
-
-    def _routed(self, found: tuple[Projection, ...], hidden: int) -> tuple[Projection, ...]:
-        """The same with the router's own widths, and what stands before it."""
-        size = self.router_size
-        if not size and not self.skips:
-            return found
-        router = {"inputs": size or hidden, "outputs": self.choices}
-        own = tuple(replace(each, **router) if each.group is Group.ROUTER else each for each in found)
-        return (*own, *router_projections(hidden, size)) if size else own
+        changed: dict[Group, dict[str, int]] = {}
+        if self.router_size or self.skips:
+            changed[Group.ROUTER] = {"inputs": self.router_size or hidden, "outputs": self.choices}
+        if self.idle:
+            changed[Group.EXPERT_GATE_UP] = {"experts": self.choices}
+        return tuple(replace(each, **changed.get(each.group, {})) for each in found)
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....memory.pages.layer_projections import stream_gate_projections
-from ....memory.pages.projections import Projection
-
 
 @dataclass(frozen=True, slots=True)
 class GatedStreamsSpec:
@@ -33,16 +30,6 @@ class GatedStreamsSpec:
     def made(self) -> int:
         """Streams that a matrix of the model makes: see `StreamsSpec.made`."""
         return 0
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """Those of a layer's two parts."""
-        return tuple(
-            each for part in ("attn", "mlp") for each in stream_gate_projections(hidden, self.count, self.rank, part)
-        )
-
-    def join_projections(self, hidden: int) -> tuple[Projection, ...]:
-        """Those behind all layers, which the last one has."""
-        return stream_gate_projections(hidden, self.count, self.rank, "join")
 
     def num_weights(self, hidden: int, layers: int) -> int:
         """Weights of the model's own matrices: none, as all are projections of layers."""

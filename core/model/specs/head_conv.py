@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.layer_projections import convolved_projections
 from ....memory.pages.projections import Projection
 from .recurrent import MixerTensor, RecurrentSpec
 
@@ -106,8 +105,8 @@ class HeadConvSpec(RecurrentSpec):
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """The input product's; that of the output is attention's."""
-        return convolved_projections(hidden, self.num_heads, self.num_kv_heads, self.head_dim)
+        """None: see `compose.layers.zaya`."""
+        return ()
 
     def share(self, size: int) -> HeadConvSpec:
         """All of it: see `LayerSpec.why_whole`."""

@@ -108,7 +108,7 @@ class HeadedScanSpec(RecurrentSpec):
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
+        """See `RecurrentSpec.projections`."""
         return headed_scan_projections(hidden, self.channels, self.num_heads)
 
     def share(self, size: int) -> HeadedScanSpec:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....memory.pages.projections import Projection
-
 
 @dataclass(frozen=True, slots=True)
 class HyperConnectionSpec:
@@ -55,11 +53,6 @@ class HyperConnectionSpec:
     def scales(self) -> int:
         """Learned factors of a part's numbers."""
         return 3 if self.rounds else 2
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """Those which adapters may change: none."""
-        del hidden
-        return ()
 
     def num_weights(self, hidden: int, layers: int) -> int:
         """Weights of its matrices, of two parts of each layer and of the end."""

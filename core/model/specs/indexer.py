@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ....memory.pages.layer_projections import block_indexer_projections, mean_indexer_projections
-from ....memory.pages.projections import Projection
 from .rope_config import RopeConfig
 
 
@@ -105,10 +103,6 @@ class BlockIndexerSpec:
         """By what blocks are chosen, for users."""
         return f"the highest score of each, first the last {self.local}"
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
-        return block_indexer_projections(hidden, self.heads, self.key_dim)
-
     def share(self, size: int) -> BlockIndexerSpec:
         """One of `size` ranks' share."""
         return replace(self, heads=max(1, self.heads // size))
@@ -132,10 +126,6 @@ class MeanIndexerSpec(BlockIndexerSpec):
     def scored_by(self) -> str:
         """See `BlockIndexerSpec.scored_by`."""
         return "the mean of each, and those behind the last whole one"
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
-        return mean_indexer_projections(hidden, self.heads, self.key_dim)
 
     def share(self, size: int) -> MeanIndexerSpec:
         """All of it: every rank chooses the same blocks."""

@@ -16,15 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 
-from ....memory.pages.layer_projections import (
-    input_projections,
-    low_rank_projections,
-    norm_gate_projections,
-    projections_beside,
-)
-from ....memory.pages.projections import Projection
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
 from .gated_streams import GatedStreamsSpec
@@ -100,10 +93,6 @@ class StreamsSpec:
     def made(self) -> int:
         """Streams that matrices of the model make of the first one, and that others join with it."""
         return self.count - 1
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """Those of a layer which adapters may change."""
-        return low_rank_projections(hidden, self.rank)
 
     def num_weights(self, hidden: int, layers: int) -> int:
         """Weights of the model's own matrices."""
@@ -275,39 +264,6 @@ class LayerSpec:
         """True if a norm stands inside of attention or of the feed-forward part."""
         in_part = isinstance(self.dense, GatedSpec) and self.dense.inner_norm
         return in_part or (self.attention is not None and self.attention.inner_norm)
-
-    @property
-    def biased(self) -> frozenset[str]:
-        """Paths of the projections with a bias."""
-        is_biased = self.feed_forward is not None and self.feed_forward.bias
-        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if is_biased else []
-        found = found[1:] if isinstance(self.feed_forward, UngatedSpec) else found
-        if (mixer := self.attention) is not None:
-            found += mixer.biased_inputs if mixer.qkv_bias else []
-            found += ["self_attn.o_proj"] if mixer.o_bias else []
-        if self.experts is not None:
-            found += self.experts.biased_paths
-        if self.recurrent is not None:
-            found += self.recurrent.biased if self.block is None else self.block.biased
-        return frozenset(found)
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
-        if self.block is not None and self.attention is not None and isinstance(self.dense, GatedSpec):
-            return self.block.projections(hidden, self.attention, self.dense)
-        further = () if self.beside is None else self.beside.projections(hidden)
-        further += input_projections(hidden, self.input_size) if self.input_size else ()
-        further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
-        further += () if self.streams is None else self.streams.projections(hidden)
-        if isinstance(self.streams, GatedStreamsSpec) and self.joins:
-            further += self.streams.join_projections(hidden)
-        further += () if self.lookup is None else self.lookup.projections(hidden)
-        if (gates := self.norm_gates) is not None:
-            further += norm_gate_projections(hidden, gates.rank, gates.norms)
-        parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
-        if isinstance(self.convs, HeadConvSpec):
-            parts[0] = (*self.convs.projections(hidden), parts[0][-1])
-        return (*chain(*parts), *further)
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""

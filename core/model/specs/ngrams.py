@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.layer_projections import lookup_projections
 from ....memory.pages.projections import Projection
+from ....ops.mixers.table_sizes import table_sizes
 from .recurrent import MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -87,8 +87,6 @@ class NgramSpec(RecurrentSpec):
     @property
     def head_rows(self) -> tuple[int, ...]:
         """Rows of each head's part of the table."""
-        from ....ops.mixers.ngrams import table_sizes  # needs torch
-
         return table_sizes(self.least_rows, self.place * self.heads, self.heads)
 
     @property
@@ -141,8 +139,8 @@ class NgramSpec(RecurrentSpec):
         return NgramWeights(numbers, tensors[_CONV].squeeze(1).T.contiguous(), self.size)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """What makes keys and values of rows."""
-        return lookup_projections(self.width, self.channels, hidden)
+        """None: see `compose.layers.gated_streams`."""
+        return ()
 
     def share(self, size: int) -> NgramSpec:
         """All of it: see `LayerSpec.why_whole`."""

@@ -127,7 +127,7 @@ class RecurrentSpec(ABC):
 
     @abstractmethod
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`; the last one is the output's."""
+        """Its matrices; the last one is the output's. hidden: width of the residual stream."""
 
     @abstractmethod
     def share(self, size: int) -> Self:
@@ -300,7 +300,7 @@ class GatedDeltaSpec(RecurrentSpec):
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
+        """See `RecurrentSpec.projections`."""
         if self.by_channel:
             return channel_projections(hidden, self.k_size, self.v_size, self.num_v_heads, self.gate_rank)
         sizes = self.k_size, self.v_size, self.num_k_heads, self.num_v_heads
@@ -414,7 +414,7 @@ class ShortConvSpec(RecurrentSpec):
         return ShortConvWeights(_taps(tensors["conv.conv.weight"]), tensors.get("conv.conv.bias"))
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
+        """See `RecurrentSpec.projections`."""
         return conv_projections(hidden, self.size)
 
     def share(self, size: int) -> ShortConvSpec:
@@ -543,7 +543,7 @@ class MambaSpec(RecurrentSpec):
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
+        """See `RecurrentSpec.projections`."""
         return mamba_projections(hidden, self.num_heads, self.head_dim, self.num_groups, self.state_size)
 
     def share(self, size: int) -> MambaSpec:

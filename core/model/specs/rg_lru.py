@@ -96,7 +96,7 @@ class RgLruSpec(RecurrentSpec):
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
+        """See `RecurrentSpec.projections`."""
         return unit_projections(hidden, self.channels, self.num_heads)
 
     def share(self, size: int) -> RgLruSpec:

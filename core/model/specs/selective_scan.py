@@ -110,7 +110,7 @@ class SelectiveScanSpec(RecurrentSpec):
         return SelectiveScanWeights(first, tensors["mamba.A_log"].exp().T.contiguous(), tensors["mamba.D"])
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
+        """See `RecurrentSpec.projections`."""
         return scan_projections(hidden, self.size, self.rank, self.state_size, self.size // self.block)
 
     def share(self, size: int) -> SelectiveScanSpec:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ....memory.pages.layer_projections import place_projections, projections_beside
 from ....memory.pages.projections import PLACE_GROUPS, Group, Projection
-from .attention import AttentionSpec
-from .feed_forward import GatedSpec
 from .recurrent import RecurrentSpec
 
 #: The module around the mixer of a layer with a block, in transformers' classes.
@@ -56,26 +53,6 @@ class SharedBlock:
     def mixer_path(self) -> str:
         """The beginning of paths of the mixer's parts."""
         return f"{_MIXER}."
-
-    @property
-    def biased(self) -> list[str]:
-        """Paths of the mixer's projections with a bias."""
-        return [self.mixer_path + path for path in self.mixer.biased]
-
-    def projections(self, hidden: int, attention: AttentionSpec, mlp: GatedSpec) -> tuple[Projection, ...]:
-        """All of the layer."""
-        block = (
-            replace(each, inputs=2 * hidden) if each.group is Group.MIXER_IN else each
-            for each in (*attention.projections(hidden), *mlp.projections(hidden))
-        )
-        queries, keys = (attention.q_size, attention.num_heads), (attention.kv_size, attention.num_kv_heads)
-        widths = [("q", *queries), ("k", *keys), ("v", *keys)]
-        mixer = (replace(each, path=self.mixer_path + each.path) for each in self.mixer.projections(hidden))
-        return (
-            *block,
-            *place_projections(hidden, widths, self.heads_rank, mlp.size, self.mlp_rank),
-            *projections_beside(tuple(mixer)),
-        )
 
     def share(self, size: int) -> SharedBlock:
         """One of `size` ranks' share."""

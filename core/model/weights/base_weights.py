@@ -39,7 +39,7 @@ class CheckpointWeights:
     def bias(self, layer: int, module: str) -> torch.Tensor | None:
         """See `BaseWeights.bias`."""
         path = self._model.projections[module].path
-        if path not in self._model.layers[layer].biased:
+        if path not in self._model.composed(self._model.layers[layer]).biased:
             return None
         return self._read(lambda loader: loader.bias(layer, path))
 

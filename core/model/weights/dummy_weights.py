@@ -8,7 +8,7 @@ import torch
 
 from ..specs.config import ModelConfig
 from .shard import WHOLE, Shard
-from .slots import Slot
+from .slot import Slot
 from .tensor_parts import LM_HEAD
 from .weights import Weights
 

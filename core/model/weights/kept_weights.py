@@ -33,7 +33,8 @@ from ..moe.stacked_experts import stacked_experts
 from ..specs.norms import NormSpec
 from .layer_weights import LayerWeights
 from .rounding_weight import RoundingWeight
-from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, SINK_EXPERTS, Keep, Slot
+from .slot import Keep, Slot
+from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, SINK_EXPERTS
 from .weight_plan import PACKED, Way, WeightPlan
 from .weights import Pack
 

@@ -15,7 +15,7 @@ from ..checkpoints.quantization.round_to_nearest import RoundToNearest
 from ..specs.config import ModelConfig
 from ..specs.tensor_names import PACKED
 from .shard import WHOLE, Shard
-from .slots import Keep, Slot, SlotTensor, num_elems
+from .slot import Keep, Slot, SlotTensor, num_elems
 from .tensor_parts import EMBED, LM_HEAD, Source, model_parts, slots_of, sources
 from .weight_plan import LEFT, NARROW, Way, WeightPlan
 

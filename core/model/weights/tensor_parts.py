@@ -14,7 +14,7 @@ from ..specs.config import ModelConfig, UnsupportedModel
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
-from .slots import Keep, Slot, SlotTensor, slots
+from .slot import Keep, Slot, SlotTensor
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LM_HEAD_BIAS = "lm_head.bias"
@@ -57,7 +57,7 @@ _QUANTISED = (Keep.MATRIX, Keep.EXPERT, Keep.DENSE)
 
 def slots_of(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
     """The slots of all layers, each with the beginning of its parts' names; what layers share once, in the first."""
-    every = ((index, slot) for index, layer in enumerate(config.layers) for slot in slots(layer, config))
+    every = ((index, slot) for index, layer in enumerate(config.layers) for slot in config.composed(layer).slots)
     return ((LAYER.format(index), slot) for index, slot in every if slot.shared in (None, index))
 
 
@@ -214,7 +214,7 @@ def _stored_at(index: int, layer: LayerSpec, slot: Slot) -> int:
 
 def _stored_parts(layer: LayerSpec, config: ModelConfig) -> Iterator[tuple[Slot, SlotTensor]]:
     """The parts of a layer that a checkpoint has, each with its slot."""
-    return ((slot, part) for slot in slots(layer, config) for part in slot.tensors if not part.made)
+    return ((slot, part) for slot in config.composed(layer).slots for part in slot.tensors if not part.made)
 
 
 def _layer_source(

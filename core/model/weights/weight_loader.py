@@ -24,7 +24,7 @@ from ..specs.config import ModelConfig, UnsupportedModel
 from .kv_scales import read_kv_scales
 from .score_head import BIAS, WEIGHT
 from .shard import WHOLE, Shard
-from .slots import Part, part_shape
+from .slot import Part, part_shape
 from .tensor_parts import (
     EMBED,
     INPUT_PROJECTION,

@@ -30,20 +30,8 @@ from .layer_weights import LayerWeights
 from .narrow_bytes import kept_bytes
 from .row_table import RowTable
 from .shard import WHOLE, Shard
-from .slots import (
-    EXPERTS,
-    IMAGE_EXPERTS,
-    LOOKUP,
-    QUERY_EXPERTS,
-    RECURRENT,
-    SINK_EXPERTS,
-    Keep,
-    Part,
-    Slot,
-    SlotTensor,
-    shard_shape,
-    slots,
-)
+from .slot import Keep, Part, Slot, SlotTensor, shard_shape
+from .slots import EXPERTS, IMAGE_EXPERTS, LOOKUP, QUERY_EXPERTS, RECURRENT, SINK_EXPERTS
 from .tensor_parts import (
     EMBED,
     EMBED_NORM,
@@ -194,7 +182,8 @@ class Weights(ABC):
 
     def _at(self, layer: int, path: str) -> str:
         """The beginning of the name of a layer's part: of the first layer, where several share it."""
-        every = ((slot, part) for slot in slots(self._config.layers[layer], self._config) for part in slot.tensors)
+        slots = self._config.composed(self._config.layers[layer]).slots
+        every = ((slot, part) for slot in slots for part in slot.tensors)
         shared = next((slot.shared for slot, part in every if part.path == path), None)
         return LAYER.format(layer if shared is None else shared)
 
@@ -246,7 +235,7 @@ class Weights(ABC):
         at, spec = LAYER.format(index), self._config.layers[index]
         found: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {}
-        for slot in slots(spec, self._config):
+        for slot in self._config.composed(spec).slots:
             if slot.shared not in (None, index):
                 value = self._shared[slot.shared, slot.name]
             else:

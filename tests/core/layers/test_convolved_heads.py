@@ -10,14 +10,12 @@ import torch
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.decoder import GemmUse
 from chorus.core.model.program.factor_ops import AddScaled, CarryRouted
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import Moe
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import slots
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.projections import Group
@@ -42,7 +40,7 @@ def test_shapes_and_slots(model):
     assert (convolved.channels, convolved.in_size, convolved.conv_size) == (112, 128, 3)
     assert config.recurrent == convolved
     assert [each.takes_routed for each in config.layers] == [False, True, True]
-    own = [{slot.name: slot for slot in slots(layer, config)} for layer in config.layers]
+    own = [{slot.name: slot for slot in config.composed(layer).slots} for layer in config.layers]
     assert "routed_scale" not in own[0]
     assert own[1]["routed_scale"].tensors[0].shape == (24,)
     assert own[1]["experts.router"].tensors[0].shape == (9, 24), "one expert more gives nothing"
@@ -52,7 +50,7 @@ def test_shapes_and_slots(model):
 
 def test_the_program_and_its_text(model):
     config = read_model_config(model)
-    first, second = (layer_program(layer, config.norm) for layer in config.layers[:2])
+    first, second = (config.composed(layer).program for layer in config.layers[:2])
     assert [len(each.segments) for each in (first, second)] == [2, 2], "convolutions and attention are apart"
     assert {each.name for each in second.segments[0].mixed} == {"qkv"}
     carried = [next(op for op in program.ops if isinstance(op, CarryRouted)) for program in (first, second)]
@@ -74,7 +72,7 @@ def test_a_mixture_runs_alone_whatever_its_router_takes(model):
     """As a GPU times experts at its start."""
     decoder = Runner(model).decoder
     config, rows = decoder.config, torch.randn(5, decoder.config.hidden_size)
-    op = next(op for op in layer_program(config.layers[0], config.norm).ops if isinstance(op, Moe))
+    op = next(op for op in config.composed(config.layers[0]).program.ops if isinstance(op, Moe))
     assert op.spec.router_size not in (0, config.hidden_size)
     use = GemmUse("EXPERTS", rows, mixture=(0, op))
     assert decoder.run_gemm(use, GemmBackend.LIBRARY, rows).shape == rows.shape

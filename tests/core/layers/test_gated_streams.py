@@ -10,10 +10,9 @@ from types import SimpleNamespace as Fake
 import pytest
 import torch
 
-from chorus.core.model.program.builder import Kept
 from chorus.core.model.program.gated_ops import LookUp, MeanOfGated
 from chorus.core.model.program.indexer_ops import ChooseBlocks
-from chorus.core.model.program.layer_program import layer_program
+from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_gated import look_up
@@ -22,7 +21,6 @@ from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.model.weights.open_weights import open_weights
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import slots
 from chorus.memory.files.format import inspect_adapter
 
 from ..tiny_families import make_all_linear, save_family
@@ -39,7 +37,7 @@ def model(tmp_path):
 
 def test_the_program_and_its_text(model):
     config = read_model_config(model)
-    programs = [layer_program(layer, config.norm) for layer in config.layers]
+    programs = [config.composed(layer).program for layer in config.layers]
     assert [len(each.segments) for each in programs] == [3, 1, 3, 1], "rows of tables, convolutions, mixers"
     assert [any(isinstance(op, LookUp) for op in each.ops) for each in programs] == [True, False, True, False]
     assert [sum(isinstance(op, MeanOfGated) for op in each.ops) for each in programs] == [2, 2, 2, 3]
@@ -52,7 +50,7 @@ def test_the_program_and_its_text(model):
 
 def test_slots_and_names(model):
     config = read_model_config(model)
-    own = [{slot.name: slot for slot in slots(layer, config)} for layer in config.layers]
+    own = [{slot.name: slot for slot in config.composed(layer).slots} for layer in config.layers]
     assert [("lookup_table" in each, "join_streams_norm" in each) for each in own] == [
         (True, False), (False, False), (True, False), (False, True),
     ]  # fmt: skip
@@ -104,7 +102,7 @@ def test_the_longest_sequence_may_end_within_a_page(tiny, drive):
 
 def test_a_piece_of_a_wider_bucket_looks_up_the_steps_own_tokens(model):
     config, seen = read_model_config(model), list[int]()
-    (op,) = [op for op in layer_program(config.layers[0], config.norm).ops if isinstance(op, LookUp)]
+    (op,) = [op for op in config.composed(config.layers[0]).program.ops if isinstance(op, LookUp)]
 
     def mix(index: int, rows: torch.Tensor, *_: object) -> torch.Tensor:
         seen.append(len(rows))

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.program.builder import Kept
 from chorus.core.model.program.hyper_ops import ConnectStreams, GiveToStreams, SumStreams
-from chorus.core.model.program.layer_program import layer_program
+from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_bind import bind
@@ -82,7 +81,7 @@ def test_a_part_takes_and_gives_as_transformers_module_says(dtype):
 def test_what_a_mixer_gives_lives_across_it_in_float32(model):
     config = read_model_config(model)
     for layer in config.layers:
-        assert Kept("give", (3,), is_wide=True) in layer_program(layer, config.norm).reads
+        assert Kept("give", (3,), is_wide=True) in config.composed(layer).program.reads
 
 
 def test_a_program_says_how_streams_are_connected(model):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from chorus.core.model.program.indexer_ops import Choose, Index
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import CHOSEN, LatentAttend
 from chorus.core.model.program.text import program_lines
@@ -54,12 +53,10 @@ def test_layers_that_share_a_choice_keep_latents_alone(tiny, drive):
 
 def test_a_layer_attends_to_what_the_last_indexer_chose(tmp_path):
     config = config_of(tmp_path, GLM_5)
-    kinds = [[type(op) for op in layer_program(layer, config.norm).ops] for layer in config.layers]
+    kinds = [[type(op) for op in config.composed(layer).program.ops] for layer in config.layers]
     has_own = [(Index in own, Choose in own) for own in kinds]
     assert has_own == [(True, True), (False, False), (True, True), (True, True), (False, False)]
-    attends = [
-        op for layer in config.layers for op in layer_program(layer, config.norm).ops if type(op) is LatentAttend
-    ]
+    attends = [op for layer in config.layers for op in config.composed(layer).program.ops if type(op) is LatentAttend]
     assert [op.chosen for op in attends] == [CHOSEN] * 5
 
 
@@ -82,7 +79,7 @@ def test_a_program_says_what_the_indexer_does(tmp_path):
 
 def test_every_rank_has_the_whole_indexer(tmp_path):
     share = Shard(1, 2).config(config_of(tmp_path, V32))
-    own = {each.path.rpartition(".")[2]: each for each in share.layers[0].projections(share.hidden_size)}
+    own = {each.path.rpartition(".")[2]: each for each in share.composed(share.layers[0]).projections}
     assert [own[name].is_replicated for name in ("wq_b", "wk", "weights_proj", "q_b_proj")] == [True, True, True, False]
     assert share.attention.indexer == read_model_config(tmp_path).attention.indexer
 

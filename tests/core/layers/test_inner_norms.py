@@ -8,7 +8,6 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Activation
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import slots
 from chorus.memory.files.format import inspect_adapter
 
 from ..tiny_families import make_all_linear, save_family
@@ -25,7 +24,7 @@ def model(tmp_path):
 
 def test_norms_are_as_wide_as_what_they_read(model):
     config = read_model_config(changed(model, hidden_act=None))
-    own = {slot.name: slot.tensors[0] for slot in slots(config.layers[0], config)}
+    own = {slot.name: slot.tensors[0] for slot in config.composed(config.layers[0]).slots}
     assert (own["attention_inner_norm"].path, own["attention_inner_norm"].shape) == (
         "self_attn.attn_sub_norm.weight",
         (64,),

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.costs.machine import geometry_of
 from chorus.core.model.program.indexer_ops import ChooseBlocks, IndexBlocks
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import CHOSEN, Attend
 from chorus.core.model.program.text import program_lines
@@ -50,9 +49,9 @@ def test_pages_keep_parts_of_the_indexers_key_behind_keys_and_values(tiny, drive
 
 def test_a_layer_attends_to_the_blocks_that_its_indexer_chose(model):
     config = read_model_config(model)
-    kinds = [[type(op) for op in layer_program(layer, config.norm).ops] for layer in config.layers]
+    kinds = [[type(op) for op in config.composed(layer).program.ops] for layer in config.layers]
     assert [(IndexBlocks in own, ChooseBlocks in own) for own in kinds] == [(False, False), (True, True), (True, True)]
-    attends = [op for layer in config.layers for op in layer_program(layer, config.norm).ops if type(op) is Attend]
+    attends = [op for layer in config.layers for op in config.composed(layer).program.ops if type(op) is Attend]
     assert [op.chosen for op in attends] == [None, CHOSEN, CHOSEN]
     assert config.layers[0].dense.activation == ClampedSwiglu(1.702, 7.0)
     text = "\n".join(program_lines(config))
@@ -65,7 +64,7 @@ def test_ranks_share_the_indexers_heads_and_have_its_key(model):
     share = Shard(1, 2).config(read_model_config(model))
     mixer = share.attention_layers[1]
     assert (mixer.block_indexer.heads, mixer.kv_shape) == (1, KvShape(1, 16 + 6))
-    own = {each.path: each for each in share.layers[1].projections(64)}
+    own = {each.path: each for each in share.composed(share.layers[1]).projections}
     assert (own["self_attn.indexer.q_proj"].outputs, own["self_attn.indexer.k_proj"].is_replicated) == (12, True)
 
 

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.program.ends import lasting_buffers
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import LATE, Add, Moe
 from chorus.core.model.program.text import program_lines
@@ -44,7 +43,7 @@ def test_every_second_layer_has_a_mixture_that_the_next_one_adds(model):
     config = read_model_config(model)
     assert [each.is_late for each in config.layers] == [True, False, True, False]
     assert [each.takes_late for each in config.layers] == [False, True, False, True]
-    first, second = (layer_program(each, config.norm).ops for each in config.layers[:2])
+    first, second = (config.composed(each).program.ops for each in config.layers[:2])
     assert [op.out for op in first if isinstance(op, Moe)] == [LATE]
     assert Add("x", LATE) not in first
     assert second[-1] == Add("x", LATE)

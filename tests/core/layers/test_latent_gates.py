@@ -10,7 +10,6 @@ import torch
 
 from chorus.core.model.moe.experts import choose
 from chorus.core.model.program.indexer_ops import Index
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import GateOutput, Gemm, TakeGates
 from chorus.core.model.program.text import program_lines
@@ -39,16 +38,18 @@ def model(tmp_path):
 
 
 def test_norms_before_experts_and_before_all_mixers_have_gates(model):
-    layers = read_model_config(model).layers
+    config = read_model_config(model)
+    layers = config.layers
     assert [each.norm_gates for each in layers] == [NormGates(6, BOTH[:1]), NormGates(6, BOTH), NormGates(6, BOTH)]
-    own = {each.path: each for each in layers[1].projections(64)}
+    own = {each.path: each for each in config.composed(layers[1]).projections}
     assert own["norm_gates.mlp_norm.fc1"].dims == (64, 6)
     assert own["norm_gates.mlp_norm.fc2"].dims == (6, 64)
-    assert "norm_gates.mlp_norm.fc1" not in {each.path for each in layers[0].projections(64)}
+    assert "norm_gates.mlp_norm.fc1" not in {each.path for each in config.composed(layers[0]).projections}
 
 
 def test_queries_and_gates_are_one_product_of_both_latents(model):
-    own = {each.path.rpartition(".")[2]: each for each in read_model_config(model).layers[0].projections(64)}
+    config = read_model_config(model)
+    own = {each.path.rpartition(".")[2]: each for each in config.composed(config.layers[0]).projections}
     assert own["q_b_proj"].dims == (2 * 24, 4 * (24 + 24))
     assert (own["wq_b"].group, own["wq_b"].inputs) == (Group.INDEX_UP, 24)
 
@@ -62,7 +63,7 @@ def test_gates_are_what_follows_each_query():
 
 def test_a_program_says_where_gates_come_from(model):
     config = read_model_config(model)
-    ops = layer_program(config.layers[1], config.norm).ops
+    ops = config.composed(config.layers[1]).program.ops
     assert sum(isinstance(op, GateOutput) for op in ops) == 5  # two of each norm's, and attention's
     assert [op.group.name for op in ops if isinstance(op, Gemm)][:4] == [
         "MIXER_GATES_DOWN", "MIXER_GATES_UP", "MIXER_IN", "INDEX_UP",
@@ -75,7 +76,7 @@ def test_a_program_says_where_gates_come_from(model):
 
 def test_ranks_share_heads_and_have_all_gates_of_norms(model):
     share = Shard(1, 2).config(read_model_config(model))
-    own = share.layers[1].projections(share.hidden_size)
+    own = share.composed(share.layers[1]).projections
     assert all(each.is_replicated for each in own if each.group in (*SMALL_GROUPS, Group.INDEX_UP))
     assert next(each for each in own if each.path.endswith("q_b_proj")).outputs == 2 * (24 + 24)
     assert share.attention.gate_size == 2 * 24

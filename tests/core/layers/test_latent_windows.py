@@ -9,7 +9,6 @@ import json
 import pytest
 import torch
 
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import Latents, Norm, TakeGates
 from chorus.core.model.program.text import program_lines
@@ -18,7 +17,6 @@ from chorus.core.model.program.torch_step import Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import slots
 from chorus.memory.files.format import inspect_adapter
 
 from ..test_families import executor_of
@@ -81,11 +79,11 @@ def test_types_of_layers(model, fields, kinds):
 
 def test_factors_of_latents_are_in_norms_and_the_key_has_its_own(model):
     config = read_model_config(model)
-    own = {slot.name: slot for slot in slots(config.layers[2], config)}
+    own = {slot.name: slot for slot in config.composed(config.layers[2]).slots}
     assert own["q_norm"].factor == (64 / 16) ** 0.5
     assert own["k_norm"].factor == (64 / 40) ** 0.5
     assert (own["k_rotated_norm"].factor, own["k_rotated_norm"].tensors[0].shape) == (None, (8,))
-    ops = layer_program(config.layers[2], config.norm).ops
+    ops = config.composed(config.layers[2]).program.ops
     assert next(op for op in ops if isinstance(op, Latents)).kept == "kv"
     assert [op.weight for op in ops if isinstance(op, Norm)] == [
         "attention_norm",
@@ -106,7 +104,7 @@ def test_a_heads_gate_is_that_of_all_its_elements():
 def test_ranks_share_heads_of_both_kinds(model):
     share = Shard(1, 2).config(read_model_config(model))
     assert [it.num_heads for it in share.attention_layers] == [2, 2, 1, 1]
-    own = {each.path: each for each in share.layers[2].projections(64)}
+    own = {each.path: each for each in share.composed(share.layers[2]).projections}
     assert own["self_attn.g_proj"].outputs == 1
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import ResizeHeads
 from chorus.core.model.program.torch_bind import bind
 from chorus.core.model.program.torch_step import Step, batch_of_parts
@@ -108,5 +107,5 @@ def test_heads_are_cut_or_have_zeros_behind_them(width, to):
 
 def test_values_take_their_factor_before_they_are_kept(model):
     config = read_model_config(model)
-    names = [type(op).__name__ for op in layer_program(config.layers[0], config.norm).before]
+    names = [type(op).__name__ for op in config.composed(config.layers[0]).program.before]
     assert names.index("Gemm") < names.index("Scale") < names.index("ResizeHeads") < names.index("Heads")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from chorus.core.model.config_json import ConfigJson
 from chorus.core.model.families.glm_next import GLM_5_NEXT_TEXT
-from chorus.core.model.program.builder import Kept
-from chorus.core.model.program.layer_program import layer_program
+from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
@@ -125,7 +124,7 @@ def test_mixed_streams_live_across_mixers_in_float32(model):
     config = read_model_config(model)
     assert config.streams == HyperConnectionSpec(3, 1e-5, 1e-6, rounds=4, joined=False)
     for layer in config.layers:
-        reads = layer_program(layer, config.norm).reads
+        reads = config.composed(layer).program.reads
         assert {Kept("give", (3,), is_wide=True), Kept("mix", (9,), is_wide=True)} <= {*reads}
 
 

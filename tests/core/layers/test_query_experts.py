@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from chorus.core.model.moe.query_matrices import ListedQueries
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.query_ops import OutputsOfExperts, QueriesOfExperts
 from chorus.core.model.program.text import program_lines
@@ -14,7 +13,6 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Routing, Scoring
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import slots
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.gemm import packed_gemm
@@ -71,7 +69,7 @@ def test_slots_and_heads(model):
     config = read_model_config(model)
     attention = config.layers[0].attention
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (6, 2, 16)
-    own = {slot.name: slot for slot in slots(config.layers[0], config)}
+    own = {slot.name: slot for slot in config.composed(config.layers[0]).slots}
     assert (own["query_experts.queries"].count, own["query_experts.queries"].tensors[3].shape) == (8, (32, 64))
     assert own["query_experts.outputs"].tensors[7].path == "self_attn.experts.7.o_proj.weight"
     assert {"outputs_bias", "experts_bias"} <= own.keys()
@@ -86,7 +84,7 @@ def test_the_file_names_the_width_of_heads_as_transformers_does(model):
 
 def test_the_program_and_its_text(model):
     config = read_model_config(model)
-    program = layer_program(config.layers[0], config.norm)
+    program = config.composed(config.layers[0]).program
     kinds = [type(op) for op in program.ops]
     assert kinds.index(QueriesOfExperts) < kinds.index(OutputsOfExperts)
     assert {each.name for each in program.reads} == {"q", "ec", "ew"}, "experts and weights outlive a captured piece"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from chorus.core.model.program.inkling_ops import TakeRelative
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import Attend, Heads
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_heads import query_growth
@@ -19,7 +18,6 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.attention import LogGrowth, QueryGrowth, RelativeSpec
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import slots
 
 from ..adapters.model_module_forms import Alone
 from ..adapters.test_modules_of_every_family import scores_of
@@ -54,7 +52,7 @@ def test_layers_as_transformers_has_them(model):
     assert whole.scale == 1 / 16
     assert whole.rope is None
     assert (config.logits_scale, config.embedding_rows_eps) == (0.5, 1e-6)
-    assert {"profiles"} <= {slot.name for slot in slots(config.layers[0], config)}
+    assert {"profiles"} <= {slot.name for slot in config.composed(config.layers[0]).slots}
 
 
 def test_windows_with_the_same_heads_are_one_form(tmp_path):
@@ -104,7 +102,7 @@ def test_factors_of_queries_are_not_rounded(model):
 
 def test_the_program_and_its_text(model):
     config = read_model_config(model)
-    program = layer_program(config.layers[1], config.norm)
+    program = config.composed(config.layers[1]).program
     kinds = [type(op) for op in program.ops]
     assert kinds.index(Heads) - 1 == kinds.index(TakeRelative)
     (attend,) = (op for op in program.ops if isinstance(op, Attend))

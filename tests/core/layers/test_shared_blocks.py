@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.program.ops import Attend, Mix
 from chorus.core.model.read_config import read_model_config
@@ -93,7 +92,7 @@ def test_pieces_with_a_block_give_what_a_whole_step_gives(model):
 
 def test_a_layer_with_a_block_has_two_parts(model):
     config = read_model_config(model)
-    first, second = layer_program(config.layers[1], config.norm).segments
+    first, second = config.composed(config.layers[1]).program.segments
     assert [type(op) for op in (*first.mixers, *second.mixers)] == [Attend, Mix]
     assert [each.name for each in (*first.reads, *first.mixed)] == ["q", "a"]
     assert [each.name for each in (*second.reads, *second.mixed)] == ["r", "m"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from chorus.core.model.program.indexer_ops import Index
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops import GrowHeads, Latents
 from chorus.core.model.program.text import program_lines
@@ -19,7 +18,6 @@ from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.layers import kv_index, page_index
 from chorus.core.model.weights.open_weights import open_weights
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import slots
 
 from ..test_families import executor_of
 from ..test_text_parts import ALL, OF_TEXT, RENAMED, check_text, save_whole
@@ -79,11 +77,11 @@ def test_pages_keep_latents_of_layers_that_have_their_own(model):
 
 def test_a_layer_that_shares_makes_no_latents(model):
     config = read_model_config(model)
-    paths = [{each.path.rpartition(".")[2] for each in layer.projections(64)} for layer in config.layers]
+    paths = [{each.path.rpartition(".")[2] for each in config.composed(layer).projections} for layer in config.layers]
     assert ["kv_a_proj_with_mqa" in own for own in paths] == [True, True, False, True, False, False]
-    names = [{slot.name for slot in slots(layer, config)} for layer in config.layers]
+    names = [{slot.name for slot in config.composed(layer).slots} for layer in config.layers]
     assert ["k_norm" in own for own in names] == [True, True, False, True, False, False]
-    ops = [layer_program(layer, config.norm).ops for layer in config.layers]
+    ops = [config.composed(layer).program.ops for layer in config.layers]
     assert [next(op for op in own if isinstance(op, Latents)).kept is None for own in ops] == [
         False, False, True, False, True, True,
     ]  # fmt: skip
@@ -113,7 +111,7 @@ def test_queries_grow_with_their_position():
 
 def test_ranks_share_heads_and_have_the_indexer(model):
     config = Shard(1, 2).config(read_model_config(model))
-    own = {each.path.rpartition(".")[2]: each for each in config.layers[0].projections(64)}
+    own = {each.path.rpartition(".")[2]: each for each in config.composed(config.layers[0]).projections}
     assert [own[name].is_replicated for name in ("wq_b", "wk", "weights_proj", "q_proj")] == [True, True, True, False]
     assert config.attention.num_heads == 2
 

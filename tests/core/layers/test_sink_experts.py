@@ -10,13 +10,11 @@ import torch
 from chorus.core.model.moe.experts import ListedExperts, packed_experts
 from chorus.core.model.moe.sink_experts import choose_with_sinks, mix_with_sinks
 from chorus.core.model.program.inkling_ops import MoeWithSinks
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Experts, Routing, Scoring
-from chorus.core.model.weights.slots import slots
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.moe.expert_gemms import pack
@@ -110,14 +108,14 @@ def test_slots_program_and_text(model):
     config = read_model_config(model)
     assert config.experts.sinks == 2
     assert (config.experts.active_size, config.experts.of_sinks.count) == (5 * 40, 2)
-    own = {slot.name: slot for slot in slots(config.layers[1], config)}
+    own = {slot.name: slot for slot in config.composed(config.layers[1]).slots}
     assert [each.path for each in own["sink_experts.down"].tensors] == [
         "mlp.sink_experts.0.down_proj.weight",
         "mlp.sink_experts.1.down_proj.weight",
     ]
     assert (own["experts.router"].tensors[0].shape, own["sink_experts.router"].tensors[0].shape) == ((8, 64), (2, 64))
-    assert "mlp_scale" in {slot.name for slot in slots(config.layers[0], config)}, "a dense part has a factor"
-    assert MoeWithSinks in map(type, layer_program(config.layers[1], config.norm).ops)
+    assert "mlp_scale" in {slot.name for slot in config.composed(config.layers[0]).slots}, "a dense part has a factor"
+    assert MoeWithSinks in map(type, config.composed(config.layers[1]).program.ops)
     assert "8 experts of 40, 3 for each token by sigmoid, and 2 for all, which the router weighs, too" in "\n".join(
         program_lines(config)
     )

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.model.paged_states import StatePages, layers_with_states
 from chorus.core.model.program.inkling_ops import ConvolveStream
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import Attend
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.pages.states import StateLayout, StateShape
@@ -30,7 +29,7 @@ def model(tmp_path):
 def test_a_layers_program_is_cut_at_each_look_at_the_past(model):
     config = read_model_config(model)
     for spec in config.layers:
-        segments = layer_program(spec, config.norm).segments
+        segments = config.composed(spec).program.segments
         assert [type(op) for each in segments for op in each.mixers] == [
             ConvolveStream, Attend, ConvolveStream, ConvolveStream,
         ]  # fmt: skip

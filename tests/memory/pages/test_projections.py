@@ -10,11 +10,9 @@ import pytest
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layer_projections import (
-    LatentWidths,
     attention_projections,
     channel_projections,
     dense_projections,
-    latent_projections,
     linear_projections,
     scan_projections,
 )
@@ -78,7 +76,12 @@ def test_layers_of_two_kinds_share_the_products_that_are_equal():
 def test_outputs_stand_in_the_order_of_a_layer_whatever_the_order_of_layers(is_first):
     """Of two kinds of layers that have some modules in common, such as Ling 2.6's."""
     delta = channel_projections(16, 24, 24, 2, 0)
-    latent = latent_projections(16, 2, LatentWidths(q_rank=0, kv_rank=12, key=6, rotated=2, value=4))
+    latent = (
+        Projection("self_attn.q_proj", Group.MIXER_IN, 16, 16, 2),
+        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, 16, 14, 1),
+        Projection("self_attn.kv_b_proj", Group.KV_UP, 12, 20, 2),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, 8, 16, 2),
+    )
     gate = Projection("self_attn.g_proj", Group.MIXER_IN, 16, 2, 2)
     table = Projections((delta, (*latent, gate)) if is_first else ((*latent, gate), delta))
     for layer, projections in enumerate(table.layers):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from chorus.core.model.compose.composed import composed
 from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
@@ -85,7 +86,7 @@ class Kind:
 
     def table(self, ranks: int = 1) -> Projections:
         """Of one of so many ranks."""
-        layer = self.mixer.share(ranks).projections(self.hidden)
+        layer = composed(LayerSpec(self.mixer.share(ranks), None), self.norm, self.hidden).projections
         other = tuple(replace(each, path=f"other.x_{each.name}") for each in layer) if self.two_mixers else layer
         feed = gated_projections(self.hidden, self.ffn // ranks)[1 - self.is_gated :]
         return Projections((layer + feed, other + feed, layer + feed))
@@ -257,7 +258,9 @@ class Model:
         """The fields of a native model that say what its layers compute."""
         kind, weights = self.kind, list(map(native_layer, weights, specs))
         shapes = table.gemm_shapes, table.gemm_shape_in
-        program = NativeProgram(specs, kind.norm, kind.hidden, table, has_ranks=has_ranks)
+        program = NativeProgram(
+            [composed(spec, kind.norm, kind.hidden).program for spec in specs], kind.hidden, table, has_ranks=has_ranks
+        )
         scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
         ops = program.ops(layer_bindings(specs, weights, Tables.of(specs, positions), kv_scales=scales))
         own = {"num_layers": len(specs), "ops": ops, "registers": program.registers}

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from chorus.core.model.compose.composed import composed
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.specs.attention import AttentionSpec
@@ -83,7 +84,7 @@ def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> na
     layer = LayerWeights(**{name: native_model.pack(weight) for name, weight in zip(names, weights, strict=True)})
     table = dense_projections(1, size, size, 1, 1, size)
     specs = [LayerSpec(AttentionSpec(1, 1, size, 1.0, None), GatedSpec(size), Norms.AFTER)]
-    program = NativeProgram(specs, NormSpec(1e-6), size, table)
+    program = NativeProgram([composed(spec, NormSpec(1e-6), size).program for spec in specs], size, table)
     ops = program.ops(layer_bindings(specs, [layer], Tables.of(specs, 1), kv_scales=[scales]))
     return layerless_model(
         torch.zeros_like(values),

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from chorus.core.model.specs.ngrams import NgramSpec
-from chorus.ops.mixers.ngrams import multipliers, table_sizes
+from chorus.ops.mixers.ngrams import multipliers
 from chorus.ops.mixers.recurrent import RecurrentState
+from chorus.ops.mixers.table_sizes import table_sizes
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 

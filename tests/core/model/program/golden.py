@@ -28,7 +28,6 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.base import _state_shape
 from chorus.core.media.serving import with_tower
 from chorus.core.model.program.ends import end_programs, lasting_buffers
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.native_binding import LayerBinding
 from chorus.core.model.program.native_buffers import NoNativeOp
 from chorus.core.model.program.native_decoder import _program
@@ -36,7 +35,7 @@ from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig, UnsupportedModel
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import shard_shape, slots
+from chorus.core.model.weights.slot import shard_shape
 
 from ....conftest import quiet
 from ... import test_text_parts as text_parts
@@ -128,7 +127,7 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
         gemms = str(error)
     return {
         "text": program_lines(config),
-        "segments": _once(_segments(layer_program(each, config.norm)) for each in config.layers),
+        "segments": _once(_segments(config.composed(each).program) for each in config.layers),
         "ends": {each.name: list(map(_op, getattr(ends, each.name))) for each in dataclasses.fields(ends)},
         "lasting": _plain(lasting_buffers(config)),
         "projections": _once([{"id": table.id(each.name), **_plain(each)} for each in own] for own in table.layers),
@@ -179,7 +178,7 @@ def _slots(layer: Any, config: ModelConfig) -> list[dict[str, Any]]:
     names = ("name", "keep", "group", "first_rank", "factor", "count", "shared")
     return [
         {**_plain({name: getattr(each, name) for name in names}), "tensors": list(map(tensor, each.tensors))}
-        for each in slots(layer, config)
+        for each in config.composed(layer).slots
     ]
 
 

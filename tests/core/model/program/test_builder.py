@@ -6,8 +6,7 @@ from functools import cache
 
 import pytest
 
-from chorus.core.model.program.builder import LayerProgram
-from chorus.core.model.program.layer_program import layer_program
+from chorus.core.model.program.layer_program import LayerProgram
 from chorus.core.model.program.ops import (
     CHOSEN,
     EMBEDDED,
@@ -25,7 +24,7 @@ from chorus.core.model.program.ops import (
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import Keep, slots
+from chorus.core.model.weights.slot import Keep
 from chorus.memory.pages.projections import Group
 
 from ...tiny_families import EVERY, make_tiny
@@ -42,7 +41,7 @@ def config_of(family: str) -> ModelConfig:
 
 def programs_of(family: str) -> list[LayerProgram]:
     config = config_of(family)
-    return [layer_program(layer, config.norm) for layer in config.layers]
+    return [config.composed(layer).program for layer in config.layers]
 
 
 def writes_of(ops: tuple[Op, ...]) -> set[str]:
@@ -87,19 +86,19 @@ def test_ops_name_the_weights_of_the_layer(family):
     config = config_of(family)
     for layer in config.layers:
         program, known = (
-            layer_program(layer, config.norm),
-            {slot.name.partition(".")[0] for slot in slots(layer, config) if slot.keep is not Keep.UNUSED},
+            config.composed(layer).program,
+            {slot.name.partition(".")[0] for slot in config.composed(layer).slots if slot.keep is not Keep.UNUSED},
         )
         named = {slot for op in program.ops for slot in op.slots}
         absent = {slot for op in program.ops if isinstance(op, Heads | Attend) for slot in op.slots}
         assert named - absent <= known <= named | {slot for slot in known if slot.endswith("_bias")}
-        matrices = {each.group for each in layer.projections(config.hidden_size) if not each.is_of_mixture}
+        matrices = {each.group for each in config.composed(layer).projections if not each.is_of_mixture}
         assert matrices - {Group.KV_UP} == {op.group for op in program.ops if isinstance(op, Gemm)}
 
 
 def test_ranks_have_programs_of_their_share():
     whole = config_of("qwen3-moe")
     share = Shard(1, 2).config(whole)
-    first, second = (layer_program(each.layers[0], each.norm) for each in (whole, share))
+    first, second = (each.composed(each.layers[0]).program for each in (whole, share))
     assert [type(op) for op in first.ops] == [type(op) for op in second.ops]
     assert first.reads[0].shape == (2 * second.reads[0].shape[0], second.reads[0].shape[1])

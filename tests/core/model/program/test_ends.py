@@ -9,7 +9,6 @@ import torch
 
 from chorus.core.model.program.end_ops import EmbedMedia, Rows, Select
 from chorus.core.model.program.ends import LOGITS, STATES, end_programs, lasting_buffers
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.program.ops import CHOSEN, LATE, ROUTED, STREAM, Add, Norm, name_of
 from chorus.core.model.program.peepholes import fused, fused_layers
 from chorus.core.model.read_config import read_model_config
@@ -53,7 +52,7 @@ def test_every_weight_of_the_ends_is_read_by_an_op(family):
 def test_rows_are_chosen_before_what_the_last_layer_adds():
     """So the addition and the final norm stay one kernel, of these rows alone."""
     config = config_of("llama2")
-    _, pending = fused_layers([layer_program(layer, config.norm).ops for layer in config.layers])
+    _, pending = fused_layers([config.composed(layer).program.ops for layer in config.layers])
     assert isinstance(pending, Add)
     select, norm = fused([pending, *end_programs(config).states])
     assert select == Select((STREAM, pending.y), Rows.LOGITS)

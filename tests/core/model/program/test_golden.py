@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from chorus.core.model.program import builder, end_ops, layer_program
+from chorus.core.model.compose import attention
+from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.program import end_ops
 from chorus.core.model.program.ops import Op
-from chorus.memory.pages import layer_projections
 
 from ....conftest import quiet
 from ....kept import kept_files
@@ -20,12 +22,11 @@ from . import golden
 WITHOUT_TORCH = """
 import sys
 from pathlib import Path
-from chorus.core.model.program.layer_program import layer_program
 from chorus.core.model.read_config import read_model_config
 for path in Path(sys.argv[1]).iterdir():
     model = read_model_config(path)
     for layer in model.layers:
-        layer_program(layer, model.norm)
+        model.composed(layer).program
 assert "torch" not in sys.modules
 """
 
@@ -47,7 +48,7 @@ def test_no_geometry_is_turned_into_anything_else(configs):
 
 def test_every_kind_of_op_is_in_a_geometry(configs):
     found = {type(op).__name__ for op in _ops(configs)}
-    kinds = {each.__name__ for each in _kinds(Op) if each.__module__.startswith(builder.__package__)}
+    kinds = {each.__name__ for each in _kinds(Op) if each.__module__.startswith(Op.__module__.rpartition(".")[0])}
     assert len(kinds) > 60 and found == kinds
 
 
@@ -55,7 +56,7 @@ def _ops(configs):
     for path in configs.iterdir():
         model = golden.model_of(path)
         for layer in model.layers:
-            yield from layer_program.layer_program(layer, model.norm).ops
+            yield from model.composed(layer).program.ops
         ends = golden.end_programs(model)
         yield from (*ends.before, *ends.behind, *ends.kept)
 
@@ -67,13 +68,13 @@ def _kinds(kind):
 
 FAULTS = {
     "k and v are exchanged": (
-        (layer_projections, "attention_projections"),
-        lambda made: lambda *args, **fields: (lambda q, k, v, o: (q, v, k, o))(*made(*args, **fields)),
+        (attention, "kept_in"),
+        lambda made: lambda *args: made(*args)[::-1],
         {"projections", "names"},
     ),
-    "a layer's last op is left out": (
-        (golden, "layer_program"),
-        lambda made: lambda spec, norm: _without_last(made(spec, norm)),
+    "parts are not added": (
+        (DecoderLayer, "add"),
+        lambda made: lambda *args: None,
         {"segments"},
     ),
     "a soft cap is left out": (
@@ -84,24 +85,24 @@ FAULTS = {
 }
 
 
-def _without_last(program):
-    return replace(program, after=program.after[:-1])
-
-
 def _without_cap(ends):
     return replace(ends, logits=tuple(op for op in ends.logits if not isinstance(op, end_ops.Cap)))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(configs, monkeypatch, fault):
-    (module, name), planted, sections = FAULTS[fault]
+    (owner, name), planted, sections = FAULTS[fault]
     names = {"gemma-2"}
     known = {each: golden.read()[each] for each in names}
     assert not [*golden.changed(known, golden.hashes(golden.golden(configs, names)))]
-    made = planted(getattr(module, name))
-    for each in [each for each in list(sys.modules.values()) if getattr(each, name, None) is getattr(module, name)]:
+    made = planted(getattr(owner, name))
+    for each in [owner, *(it for it in list(sys.modules.values()) if getattr(it, name, None) is getattr(owner, name))]:
         monkeypatch.setattr(each, name, made)
-    (line,) = golden.changed(known, golden.hashes(golden.golden(configs, names)))
+    composed.cache_clear()
+    try:
+        (line,) = golden.changed(known, golden.hashes(golden.golden(configs, names)))
+    finally:
+        composed.cache_clear()
     assert sections <= {*line.partition(": ")[2].split(", ")}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chorus.core.model.batch import StepBatch
+from chorus.core.model.compose.composed import composed
 from chorus.core.model.program.native_binding import Tables, score_scale
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
@@ -52,6 +53,7 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         kind = self.kind
         mixer, feed_forward = self.layers[0].mixer, self.layers[0].feed_forward
+        written = [composed(layer, kind.norm, kind.hidden) for layer in self.layers]
         names = {
             "hidden_size": kind.hidden,
             "intermediate_size": feed_forward.size,
@@ -79,7 +81,8 @@ class Config:
             "num_ranks": 1,
             "norm": kind.norm,
             "final_norm": kind.norm,
-            "projections": Projections(tuple(layer.projections(kind.hidden) for layer in self.layers)),
+            "projections": Projections(tuple(each.projections for each in written)),
+            "programs": [each.program for each in written],
         }
         return names[name] if name in names else getattr(kind, name)
 

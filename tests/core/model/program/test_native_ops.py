@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import pytest
 
+from chorus.core.model.compose.composed import composed
 from chorus.core.model.program.native_buffers import NoNativeOp
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
@@ -19,14 +20,20 @@ from chorus.ops.library import native_library
 from chorus.ops.library.native_program import NativeOp
 
 HIDDEN = 32
+NORM = NormSpec(1e-6)
 MIXER = AttentionSpec(4, 2, 16, 0.25, RopeConfig(16))
 LAYER = LayerSpec(MIXER, GatedSpec(80))
 EXPERTS = Experts(8, 40, Routing(2))
 
 
+def native(*layers: LayerSpec, norm: NormSpec = NORM, has_ranks: bool = False) -> NativeProgram:
+    written = [composed(layer, norm, HIDDEN) for layer in layers]
+    table = Projections(tuple(each.projections for each in written))
+    return NativeProgram([each.program for each in written], HIDDEN, table, has_ranks=has_ranks)
+
+
 def lowered(*layers: LayerSpec, has_ranks: bool = False) -> list[NativeOp]:
-    table = Projections(tuple(layer.projections(HIDDEN) for layer in layers))
-    program = NativeProgram(layers, NormSpec(1e-6), HIDDEN, table, has_ranks=has_ranks)
+    program = native(*layers, has_ranks=has_ranks)
     return [op for ops in program._ops for op in ops]  # noqa: SLF001
 
 
@@ -52,9 +59,8 @@ class OtherNorm(StrEnum):
 
 @pytest.mark.skipif(not native_library.levels(), reason="needs the native library")
 def test_a_kind_of_norm_that_the_library_lacks_is_refused_by_name():
-    table = Projections((LAYER.projections(HIDDEN),))
     with pytest.raises(NoNativeOp, match="norm by the maximum"):
-        NativeProgram([LAYER], NormSpec(1e-6, OtherNorm.MAXIMUM), HIDDEN, table)
+        native(LAYER, norm=NormSpec(1e-6, OtherNorm.MAXIMUM))
 
 
 class OtherActivation(StrEnum):
@@ -72,7 +78,7 @@ class OtherActivation(StrEnum):
 def test_an_activation_that_the_library_lacks_is_refused_by_name(feed_forward, named):
     layer = replace(LAYER, feed_forward=feed_forward)
     with pytest.raises(NoNativeOp, match=named):
-        NativeProgram([layer], NormSpec(1e-6), HIDDEN, Projections((layer.projections(HIDDEN),)))
+        native(layer)
 
 
 def test_additions_of_images_are_refused_by_a_library_without_them(monkeypatch):

@@ -12,7 +12,7 @@ from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.weights.dummy_weights import DummyWeights
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.model.weights.shard import WHOLE, Shard
-from chorus.core.model.weights.slots import Keep, slots
+from chorus.core.model.weights.slot import Keep
 from chorus.core.model.weights.tensor_parts import parts_of
 from chorus.core.model.weights.weight_loader import WeightLoader
 
@@ -35,7 +35,7 @@ def test_a_layer_that_is_read_has_its_slots(family):
     for shard in (WHOLE, Shard(1, 2)):
         read = WeightLoader(make_tiny(family).model, config, torch.float32, shard=shard).layers()
         for layer, spec in zip(read, config.layers, strict=True):
-            own = [slot for slot in slots(spec, config) if slot.keep is not Keep.UNUSED]
+            own = [slot for slot in config.composed(spec).slots if slot.keep is not Keep.UNUSED]
             own = [slot for slot in own if not (slot.first_rank and shard.rank)]
             assert set(layer) == {slot.name.partition(".")[0] for slot in own}
 

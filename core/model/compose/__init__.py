@@ -1,0 +1,1 @@
+"""How a layer is written: its ops, each with its weights, in one pass."""

@@ -1,0 +1,297 @@
+"""Writes one layer: ops in order, each with its weights.
+
+A layer's program, its slots and its projections are views of what was written, so that no two of them can disagree.
+
+Tests: tests/core/model/compose/test_build.py, tests/core/model/program/test_golden.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import NamedTuple
+
+from ....memory.pages.projections import Group, Projection
+from ..program.layer_program import Kept, LayerProgram
+from ..program.ops import (
+    CHOSEN,
+    EMBEDDED,
+    FURTHER,
+    INPUTS,
+    LATE,
+    ROUTED,
+    STREAM,
+    STREAMS,
+    Activate,
+    Add,
+    AllReduce,
+    Begin,
+    Concat,
+    End,
+    GateOutput,
+    Gemm,
+    Norm,
+    Op,
+    Read,
+    Scale,
+    Sum,
+    name_of,
+)
+from ..specs.feed_forward import GatedActivation, UngatedActivation
+from ..specs.norms import NormSpec
+from ..weights.slot import Keep, Slot, SlotTensor, bias_tensor, weight_tensor
+from ..weights.slots import MATRICES
+
+#: The group of each product's projections.
+_GROUPS = {slot: group for group, slot in MATRICES.items()}
+
+#: Buffers of a step, which outlive a layer: no cut has to keep them.
+_OF_STEP = {STREAM, STREAMS, EMBEDDED, INPUTS, FURTHER, CHOSEN, LATE, ROUTED}
+
+
+class Value(str):
+    """A buffer's name, with the shape of one token's share of it."""
+
+    __slots__ = ("kind", "shape")
+
+    shape: tuple[int, ...]
+
+    kind: str
+    """`index` (int32) or `wide` (float32); empty: the model's dtype."""
+
+    def __new__(cls, name: str, *shape: int, kind: str = "") -> Value:
+        found = super().__new__(cls, name)
+        found.shape, found.kind = shape, kind
+        return found
+
+    @property
+    def width(self) -> int:
+        """Elements of one token's share."""
+        return math.prod(self.shape)
+
+
+def width_of(read: Read) -> int:
+    """Elements of what an op reads of one token."""
+    name = name_of(read)
+    assert isinstance(name, Value), f"{name} is a name without a shape"
+    return name.width if isinstance(read, str) else len(range(name.width)[read.begin : read.end])
+
+
+class Proj(NamedTuple):
+    """One of the projections of a product: what adapters may change, by its path. See `Projection`."""
+
+    path: str
+    outputs: int
+
+    units: int = 1
+    """Equal parts that TP ranks share, of inputs where the product is summed over ranks; 1: each has all of it."""
+
+    bias: bool = False
+    sections: tuple[int, ...] = ()
+    section_units: tuple[int, ...] = ()
+    form: str = ""
+    is_bypassed: bool = False
+    why_no_bias: str = ""
+    bias_factor: float = 1.0
+
+    def of(self, group: Group, inputs: int) -> Projection:
+        """The projection as tables of adapters have it."""
+        return Projection(
+            self.path,
+            group,
+            inputs,
+            self.outputs,
+            self.units,
+            self.sections,
+            section_units=self.section_units,
+            form=self.form,
+            is_bypassed=self.is_bypassed,
+            why_no_bias=self.why_no_bias,
+            bias_factor=self.bias_factor,
+        )
+
+
+class Build:
+    """A layer as it is written: `weight` declares a slot, `put` appends an op, and all others do both."""
+
+    def __init__(self, hidden: int, norm: NormSpec) -> None:
+        self.hidden = hidden
+        """Width of the residual stream."""
+
+        self.norm_spec = norm
+        """How the model normalises."""
+
+        self.x = Value(STREAM, hidden)
+        """The residual stream."""
+
+        self._ops: list[Op] = []
+        self._written: list[dict[str, Value]] = []
+        self._slots: dict[str, Slot] = {}
+        self._projections: list[Projection] = []
+        self._shared: int | None = None
+
+    # ---- weights
+
+    def weight(
+        self,
+        name: str,
+        *tensors: SlotTensor,
+        keep: Keep = Keep.PLAIN,
+        group: Group | None = None,
+        first_rank: bool = False,
+        factor: float | None = None,
+        count: int = 0,
+    ) -> str:
+        """Declare a slot, which is the first one of its name; returns the name. See `Slot`."""
+        self._slots.setdefault(name, Slot(name, tensors, keep, group, first_rank, factor, count, self._shared))
+        return name
+
+    def vector(self, name: str, path: str, width: int, keep: Keep = Keep.NORM, *, factor: float | None = None) -> str:
+        """Declare a weight of one dimension."""
+        return self.weight(name, SlotTensor(path, (width,)), keep=keep, factor=factor)
+
+    def norm_weight(self, name: str, width: int, norm: NormSpec, path: str) -> str:
+        """Declare the weight of a norm, and its bias where norms have one. path: of the norm."""
+        ends = ("weight", "bias") if norm.biased and not norm.weightless else ("weight",)
+        made = (1.0,) if norm.weightless else ()
+        return self.weight(name, *(SlotTensor(f"{path}.{end}", (width,), made=made) for end in ends), keep=Keep.NORM)
+
+    def product(self, slot: str, inputs: int, *own: Proj, rows: bool = False, keep: Keep = Keep.MATRIX) -> str:
+        """Declare a product's matrices side by side, and their biases where one has it. rows: see `linear`."""
+        group = _GROUPS[slot]
+        found = tuple(each.of(group, inputs) for each in own)
+        assert rows is found[0].is_row_parallel, f"{slot} is one of ranks' sums, or is not"
+        self._projections += found
+        self.weight(slot, *map(weight_tensor, found), keep=keep, group=group)
+        if any(each.bias for each in own):
+            biases = (bias_tensor(one, is_stored=each.bias) for one, each in zip(found, own, strict=True))
+            self.weight(f"{slot}_bias", *biases, first_rank=rows)
+        return slot
+
+    def adapted(self, *found: Projection) -> None:
+        """Declare projections whose weights an op multiplies by in its own way."""
+        self._projections += found
+
+    @contextmanager
+    def shared_with(self, first: int | None) -> Iterator[None]:
+        """Weights that are declared within are those of the layer `first`; None: of this one alone."""
+        before, self._shared = self._shared, first
+        yield
+        self._shared = before
+
+    # ---- ops
+
+    def put(self, op: Op, *shape: int) -> Value:
+        """Append an op that writes one buffer, of this shape; returns it."""
+        return self.put_all(op, Value(op.writes[0], *shape))[0]
+
+    def put_all(self, op: Op, *written: Value) -> tuple[Value, ...]:
+        """Append an op that writes these."""
+        self._ops.append(op)
+        self._written.append({str(each): each for each in written})
+        return written
+
+    def norm(self, slot: str, x: Read, out: str = "n", norm: NormSpec | None = None, path: str = "") -> Value:
+        """The norm of x, with weights of its own. path: of the norm, if it is not its slot's name."""
+        norm, width = norm or self.norm_spec, width_of(x)
+        return self.put(Norm(x, out, self.norm_weight(slot, width, norm, path or slot), norm), width)
+
+    def linear(self, slot: str, x: Read, out: str, *own: Proj, rows: bool = False, inputs: int | None = None) -> Value:
+        """`x · wᵀ + bias` of projections side by side. rows: TP ranks share inputs, and what they give must be summed
+        (`reduce`). inputs: width of x, if its buffer is not that wide.
+        """
+        self.product(slot, width_of(x) if inputs is None else inputs, *own, rows=rows)
+        return self.put(Gemm(_GROUPS[slot], x, out, slot), sum(each.outputs for each in own))
+
+    def reduce(self, y: Value) -> Value:
+        """The sum over TP ranks, in its place."""
+        return self.put(AllReduce(y), *y.shape)
+
+    def add(self, y: Value) -> None:
+        """Add to the residual stream."""
+        self.put(Add(self.x, y), self.hidden)
+
+    def sum(self, x: Value, y: Value, out: str) -> Value:
+        """`x + y`."""
+        return self.put(Sum(x, y, out), *x.shape)
+
+    def scale(self, x: Value, factor: float, out: str = "") -> Value:
+        """`factor · x`, in x's place unless it has another name; x itself where the factor is 1."""
+        return x if factor == 1.0 else self.put(Scale(x, out or x, factor), *x.shape)
+
+    def concat(self, out: str, *parts: Read) -> Value:
+        """Buffers, or parts of them, side by side."""
+        return self.put(Concat(parts, out), sum(map(width_of, parts)))
+
+    def gate(self, x: Value, gates: Value, *, softplus: bool = False) -> Value:
+        """`x · sigmoid(gates)`, in x's place. softplus: see `AttentionSpec.softplus_gates`."""
+        return self.put(GateOutput(x, gates, x, softplus), *x.shape)
+
+    def activate(
+        self, x: Value, activation: GatedActivation | UngatedActivation, out: str = "f", parameters: str | None = None
+    ) -> Value:
+        """An activation of x, or of its first half times its second. parameters: the slot of xIELU's."""
+        halves = 1 if isinstance(activation, UngatedActivation) else 2
+        return self.put(Activate(x, out, activation, parameters), x.width // halves)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time what is appended within as one part."""
+        self.put_all(Begin(name))
+        yield
+        self.put_all(End())
+
+    # ---- what was written
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Its weights."""
+        return tuple(self._slots.values())
+
+    @cached_property
+    def projections(self) -> tuple[Projection, ...]:
+        """What adapters may change."""
+        return tuple(self._projections)
+
+    @cached_property
+    def biased(self) -> frozenset[str]:
+        """Paths of the projections that have a bias in the checkpoint."""
+        of_products = (slot for slot in self.slots if slot.name.removesuffix("_bias") in _GROUPS)
+        own = (each for slot in of_products if slot.group is None for each in slot.tensors if not each.made)
+        return frozenset(each.path.removesuffix(".bias") for each in own)
+
+    @cached_property
+    def program(self) -> LayerProgram:
+        """Its ops, in segments: each ends with what reads the past, and tells what lives across that."""
+        cuts = [at for at, op in enumerate(self._ops) if op.IS_CUT]
+        ends = [at + 1 for at in cuts if at + 1 not in cuts]
+        if not ends:
+            return LayerProgram((), (), tuple(self._ops))
+        found, begin = None, 0
+        for end in ends:
+            first = next(at for at in cuts if at >= begin)
+            after = tuple(self._ops[end:]) if end == ends[-1] else ()
+            reads, mixed = self._kept(begin, first, self._live(first)), self._kept(first, end)
+            found = LayerProgram(tuple(self._ops[begin:first]), tuple(self._ops[first:end]), after, reads, mixed, found)
+            begin = end
+        assert found is not None, "there is a cut"
+        return found
+
+    def _live(self, at: int) -> set[str]:
+        """Buffers that ops from there on read before they write them."""
+        live, written = set[str](), set[str]()
+        for op in self._ops[at:]:
+            live |= {str(name_of(read)) for read in op.reads} - written
+            written |= set(map(str, op.writes))
+        return live
+
+    def _kept(self, begin: int, end: int, live: set[str] | None = None) -> tuple[Kept, ...]:
+        """Buffers that these ops write, or those of them that are in `live`."""
+        every = {name: each for written in self._written[begin:end] for name, each in written.items()}
+        return tuple(
+            Kept(name, each.shape, each.kind == "index", each.kind == "wide")
+            for name, each in every.items()
+            if name not in _OF_STEP and (live is None or name in live)
+        )

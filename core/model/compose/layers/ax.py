@@ -1,0 +1,46 @@
+"""A.X K2: DeepSeek-V3.2 with gates, of what norms before its parts give and of attention's output.
+
+Tests: tests/core/layers/test_latent_gates.py
+"""
+
+from __future__ import annotations
+
+from ...program.ops import ResizeHeads, TakeGates
+from ...specs.attention import AttentionSpec
+from ..build import Build, Proj, Value
+from ..latents import attended, latent_of, normed_latent, parts_of, put_index, queries_of
+from .decoder import DecoderLayer
+
+_INDEX_QUERIES = "self_attn.indexer.wq_b"
+
+#: Parts by the norm before them.
+_PARTS = {"attention_norm": "mixer", "mlp_norm": "mlp"}
+
+
+class AxLayer(DecoderLayer):
+    """See `NormGates`. Queries and their gates are made of their latents with and without a norm."""
+
+    def normed(self, b: Build, name: str, x: Value) -> Value:
+        """See `DecoderLayer.normed`."""
+        n, gates = super().normed(b, name, x), self.spec.norm_gates
+        if gates is None or name not in gates.norms:
+            return n
+        slot, path = f"{_PARTS[name]}_gates", f"norm_gates.{name}"
+        low = b.linear(f"{slot}_down", n, "l", Proj(f"{path}.fc1", gates.rank))
+        low = b.gate(low, low)  # that is silu
+        return b.gate(n, b.linear(f"{slot}_up", low, "l", Proj(f"{path}.fc2", b.hidden)))
+
+    def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
+        """See `DecoderLayer.outputs`."""
+        latent, own, index = latent_of(a), parts_of(a, x), a.indexer
+        if not latent.both:
+            return super().attention_out(b, a, x, n)
+        low = normed_latent(b, latent, own.queries)
+        ih = None if index is None else b.linear("index_up", low, "ih", Proj(_INDEX_QUERIES, index.query_size))
+        queries = queries_of(b, a, b.concat("ql", low, own.queries), gate=latent.value_dim)
+        if index is not None and ih is not None:
+            put_index(b, index, ih, own, n)
+        gates = b.put(TakeGates(queries, "gates", a.num_heads, latent.value_dim), a.gate_size)
+        wide = a.query_dim + latent.value_dim
+        queries = b.put(ResizeHeads(queries, "qh", 0, wide, a.query_dim), a.num_heads * a.query_dim)
+        return attended(b, a, queries, own.kept, gates)

@@ -1,0 +1,72 @@
+"""Gemma 3n: the residual is several streams, which a layer predicts and corrects (AltUp).
+
+Tests: tests/core/layers/test_streams.py
+"""
+
+from __future__ import annotations
+
+from ...program.ops import Add, Scale
+from ...program.stream_ops import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
+from ...specs.layers import StreamsSpec
+from ...weights.slot import Keep, SlotTensor
+from ..build import Build, Proj, Value
+from .decoder import DecoderLayer
+from .gemma_4 import own_input
+
+
+class Gemma3nLayer(DecoderLayer):
+    """See `StreamsSpec`. All streams are predicted from all, by factors that are made of the active one.
+
+    The layer's parts take and give the active one, and by what they changed of it, all are corrected:
+
+        s += prediction(s_active) · s
+        o = (p + norm(mixer(n)) + n + norm(up(down(n)))) / √2, with p = s_active and n = norm(p)
+        o += norm(feed_forward(norm(o)))
+        s += (1 + correction(o)) ⊗ (o - p)
+
+    The layer's own input then adds to all streams but the first. p and n are made again behind the mixer, so that only
+    the streams live across it.
+    """
+
+    def build(self, b: Build) -> None:
+        """See `DecoderLayer.build`."""
+        own = self._streams
+        b.put(PredictStreams(self._factors(b, self._taken(b), "prediction", own.count**2)))
+        y = self.mixed(b, self.normed(b, "attention_norm", self._taken(b)))
+        p = self._taken(b)
+        o = b.sum(p, self.out(b, "attention_out_norm", y), "o")
+        self._low_rank(b, own, p, o)
+        y = self.out(b, "mlp_out_norm", self.feed_forward(b, self.normed(b, "mlp_norm", o)))
+        b.put(Add(o, y), b.hidden)
+        b.put(CorrectStreams(self._factors(b, o, "correction", own.count), o, p))
+        p = self._taken(b)
+        b.vector("stream_scale", "altup.correct_output_scale", b.hidden, Keep.PLAIN if own.scaled else Keep.UNUSED)
+        if own.scaled:
+            p = b.put(Scale(p, p, weight="stream_scale"), b.hidden)
+        b.put(AddToOthers(own_input(b, self.spec, p)))
+
+    @property
+    def _streams(self) -> StreamsSpec:
+        assert isinstance(self.spec.streams, StreamsSpec), "the residual is several streams"
+        return self.spec.streams
+
+    def _taken(self, b: Build) -> Value:
+        """The active stream."""
+        return b.put(TakeStream("p", self._streams.active), b.hidden)
+
+    def _factors(self, b: Build, x: Value, name: str, rows: int) -> Value:
+        """Factors of streams, which are made of x."""
+        count = self._streams.count
+        b.weight("stream_router", SlotTensor("altup.modality_router.weight", (count, b.hidden)))
+        b.vector("stream_router_norm", "altup.router_norm.weight", b.hidden, factor=b.hidden**-1.0)
+        slot = b.weight(f"stream_{name}", SlotTensor(f"altup.{name}_coefs.weight", (rows, count)))
+        return b.put(StreamFactors(x, "c", slot, b.norm_spec), rows)
+
+    def _low_rank(self, b: Build, own: StreamsSpec, p: Value, o: Value) -> None:
+        """Add what is added beside attention; see `StreamsSpec.rank`."""
+        n = self.normed(b, "attention_norm", p)
+        low = b.linear("low_rank_down", n, "l", Proj("laurel.linear_left", own.rank))
+        low = b.linear("low_rank_up", low, "l", Proj("laurel.linear_right", b.hidden))
+        low = b.sum(n, b.norm("low_rank_norm", low, "l", path="laurel.post_laurel_norm"), "l")
+        b.put(Add(o, low), b.hidden)
+        b.put(Scale(o, o, 2**-0.5, in_place=True), b.hidden)

@@ -1,0 +1,47 @@
+"""JetMoE: attention whose queries and outputs are those of experts.
+
+Tests: tests/core/layers/test_query_experts.py
+"""
+
+from __future__ import annotations
+
+from ...program.ops import View
+from ...program.query_ops import OutputsOfExperts, QueriesOfExperts
+from ...specs.attention import AttentionSpec
+from ...specs.query_experts import QueryExperts
+from ...weights.slot import Keep, SlotTensor
+from ...weights.slots import QUERY_EXPERTS
+from ..attention import attend, heads, kept_in
+from ..build import Build, Proj, Value
+from .decoder import DecoderLayer
+
+
+class JetMoeLayer(DecoderLayer):
+    """See `QueryExperts`. All experts share keys and values."""
+
+    def attention_in(self, b: Build, a: AttentionSpec, n: Value) -> Value:
+        """See `DecoderLayer.inputs`."""
+        router = Proj("self_attn.query_router", _experts(a).count)
+        return b.linear("qkv", n, "in", *kept_in(a, a.head_dim, a.head_dim), router)
+
+    def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
+        """See `DecoderLayer.outputs`."""
+        spec, at, shape = _experts(a), "self_attn.experts", (a.kv_size, b.hidden)
+        logits, rows = View(x, -spec.count), ((a.kv_size, a.num_kv_heads),)
+        queries = (SlotTensor(f"{at}.{each}.q_proj.weight", shape, rows) for each in range(spec.count))
+        outputs = (
+            SlotTensor(f"{at}.{each}.o_proj.weight", shape[::-1], columns=a.num_kv_heads) for each in range(spec.count)
+        )
+        b.weight(f"{QUERY_EXPERTS}.queries", *queries, keep=Keep.EXPERT, count=spec.count)
+        b.weight(f"{QUERY_EXPERTS}.outputs", *outputs, keep=Keep.EXPERT, count=spec.count)
+        b.weight("outputs_bias", SlotTensor(f"{at}.bias", (b.hidden,)), first_rank=True)
+        q = Value("eq", a.q_size)
+        experts, weights = Value("ec", spec.per_token, kind="index"), Value("ew", spec.per_token, kind="wide")
+        b.put_all(QueriesOfExperts(n, logits, q, experts, weights, a, spec), q, experts, weights)
+        q, _ = heads(b, a, b.concat("in", q, View(x, 0, logits.begin)))
+        return b.put(OutputsOfExperts(attend(b, a, q), experts, weights, "y", a, spec), b.hidden)
+
+
+def _experts(a: AttentionSpec) -> QueryExperts:
+    assert a.query_experts is not None, "attention has experts of queries"
+    return a.query_experts

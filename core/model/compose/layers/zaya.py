@@ -1,0 +1,87 @@
+"""ZAYA: convolutions of queries and keys, learned factors where parts are added, and a router that goes over layers.
+
+Tests: tests/core/layers/test_convolved_heads.py
+"""
+
+from __future__ import annotations
+
+from ...program.factor_ops import AddScaled, CarryRouted
+from ...program.ops import ROUTED, Heads, Mix
+from ...specs.attention import AttentionSpec
+from ...specs.feed_forward import Experts, UngatedActivation
+from ...specs.head_conv import HeadConvSpec
+from ...weights.slot import Keep, SlotTensor
+from ..attention import attend, project
+from ..build import Build, Proj, Value
+from ..mixers import mixer_weights
+from ..mixtures import mixture
+from .decoder import DecoderLayer
+
+#: Parts by the norm of what they give, in paths and slots.
+_PARTS = {"attention_out_norm": "attention", "mlp_out_norm": "mlp"}
+
+#: Learned factors and summands of what a part adds, and of the residual stream.
+_SCALES = ("hidden_states_scale", "hidden_states_bias", "residual_scale", "residual_bias")
+
+_OF_THE_NEXT = "would give a first token its bias for the one before"
+
+
+class ZayaLayer(DecoderLayer):
+    """See `HeadConvSpec`, `LayerSpec.scales_residual` and `Experts.router_size`."""
+
+    def attention_in(self, b: Build, a: AttentionSpec, n: Value) -> Value:
+        """The first half of all heads' values is a token's own, and the second that of the token before, so that TP
+        ranks can't share them.
+        """
+        convs, at = self._convs, "self_attn"
+        widths = {"q_proj": convs.num_heads, "k_proj": convs.num_kv_heads}
+        half = convs.num_kv_heads * convs.head_dim // 2
+        return b.linear(
+            "qkv",
+            n,
+            "in",
+            *(Proj(f"{at}.{name}", count * convs.head_dim, count) for name, count in widths.items()),
+            Proj(f"{at}.v_proj_current", half),
+            Proj(f"{at}.v_proj_delayed", half, why_no_bias=_OF_THE_NEXT),
+        )
+
+    def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
+        """See `DecoderLayer.outputs`."""
+        convs = self._convs
+        mixer_weights(b, convs)
+        x = b.put(Mix(Value(x, convs.in_size), "qkv", convs), convs.out_size)
+        q = b.put(Heads(x, "q", None, a, b.norm_spec), a.num_heads, a.query_dim)
+        return project(b, a, attend(b, a, q))
+
+    @property
+    def _convs(self) -> HeadConvSpec:
+        assert isinstance(self.spec.convs, HeadConvSpec), "attention has convolutions"
+        return self.spec.convs
+
+    def mixture(self, b: Build, spec: Experts, rows: Value) -> Value:
+        """See `DecoderLayer.mixture`."""
+        size = spec.router_size
+        return mixture(b, spec, rows, routed=self._routed(b, rows, size) if size else None)
+
+    def _routed(self, b: Build, rows: Value, size: int) -> Value:
+        """What a small network makes of these rows and of what that of the layer before began with."""
+        at, activation = "mlp.router", UngatedActivation.GELU
+        low = b.linear("router_down", rows, "rl", Proj(f"{at}.down_proj", size, bias=True))
+        before = weight = None
+        if self.spec.takes_routed:
+            before, weight = ROUTED, b.vector("routed_scale", f"{at}.states_scale", size, Keep.PLAIN)
+        low = b.put(CarryRouted(low, before, weight), size)
+        found = b.norm("routed_norm", low, "rn", path=f"{at}.norm")
+        for slot, name in (("router_first", "fc1"), ("router_second", "fc2")):
+            found = b.linear(slot, found, "rh", Proj(f"{at}.{name}", size, bias=True))
+            found = b.activate(found, activation, "rh")
+        return found
+
+    def add(self, b: Build, name: str, y: Value) -> None:
+        """See `DecoderLayer.add`."""
+        if not self.spec.scales_residual:
+            super().add(b, name, y)
+            return
+        part = _PARTS[name]
+        scales = (SlotTensor(f"post_{part}_residual_scale.{each}", (b.hidden,)) for each in _SCALES)
+        b.put(AddScaled(b.x, y, b.weight(f"{part}_residual", *scales)), b.hidden)

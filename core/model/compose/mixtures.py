@@ -1,0 +1,114 @@
+"""Mixtures of experts: the pieces of which layers write theirs. See `Experts`.
+
+Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_builder.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ....memory.pages.projections import Group, Projection
+from ..program.ops import Moe, Read, SharedExpert
+from ..specs.feed_forward import Experts, LatentExperts
+from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
+from ..weights.slot import Keep, SlotTensor, bias_tensor, weight_tensor
+from ..weights.slots import EXPERTS, IMAGE_EXPERTS
+from .build import Build, Proj, Value
+
+
+def mixture(b: Build, spec: Experts, rows: Value, out: str = "y", routed: Read | None = None) -> Value:
+    """What experts add up to. routed: what the router reads, if that is not what experts read."""
+    if spec.latent is not None:
+        return b.scale(_of_latents(b, spec, spec.latent, rows, out), spec.factor)
+    mixture_weights(b, spec)
+    return b.scale(b.reduce(b.put(Moe(rows, routed, out, spec), b.hidden)), spec.factor)
+
+
+def _of_latents(b: Build, spec: Experts, latent: LatentExperts, rows: Value, out: str) -> Value:
+    """See `LatentExperts`."""
+    mixture_weights(b, spec)
+    low = b.linear("low_rank_down", rows, "l", Proj("mlp.pre_expert_proj", latent.size))
+    if latent.eps is not None:
+        low = b.norm("latent_norm", low, "ln", path="mlp.pre_expert_norm")
+        small(b, "out_norm", "mlp.experts.post_expert_norm.weight", latent.size)
+    y = b.reduce(b.put(Moe(low, rows, out, spec), latent.size))
+    y = b.linear("low_rank_up", y, out, Proj("mlp.post_expert_proj", b.hidden))
+    if not spec.shared_size:
+        return y
+    return b.sum(y, b.reduce(b.put(SharedExpert(rows, "sh", spec), b.hidden)), out)
+
+
+def mixture_weights(b: Build, spec: Experts) -> None:
+    """Declare the weights of a mixture, and its projections."""
+    own = spec.projections(b.hidden)
+    of = {group: [each for each in own if each.group is group] for group in dict.fromkeys(it.group for it in own)}
+    gate_up, down = of[Group.EXPERT_GATE_UP], of[Group.EXPERT_DOWN]
+    b.adapted(*(each for each in own if each.is_of_mixture))
+    _routing(b, spec)
+    listed(b, f"{EXPERTS}.gate_up", gate_up, range(spec.count), Group.EXPERT_GATE_UP)
+    listed(b, f"{EXPERTS}.down", down, range(spec.count), Group.EXPERT_DOWN)
+    for name, group in (("shared_gate_up", Group.SHARED_GATE_UP), ("shared_down", Group.SHARED_DOWN)):
+        if group in of:
+            b.weight(f"{EXPERTS}.{name}", *map(weight_tensor, of[group]), keep=Keep.EXPERT, group=group)
+    if spec.biased:
+        _biases(b, spec, gate_up, down)
+    if spec.has_sum_bias:
+        b.weight("experts_bias", SlotTensor("mlp.bias", (b.hidden,)), first_rank=True)
+    if spec.image_size:
+        _of_images(b, spec)
+
+
+def _routing(b: Build, spec: Experts) -> None:
+    """Declare what chooses among experts."""
+    small(b, "router", "mlp.gate.weight", spec.choices, spec.router_size or b.hidden)
+    if spec.routing.bias:
+        small(b, "router_bias", "mlp.gate.bias", spec.choices)
+    if spec.routing.corrected:
+        small(b, "correction", CORRECTION, spec.choices)
+    if spec.routing.scaled:
+        small(b, "factors", "router.per_expert_scale", spec.choices)
+    if spec.shared_gate:
+        small(b, "shared_gate", "mlp.shared_expert_gate.weight", 1, b.hidden)
+
+
+def small(b: Build, name: str, path: str, *shape: int) -> None:
+    """Declare what chooses among experts: float32 whatever the model's dtype."""
+    b.weight(f"{EXPERTS}.{name}", SlotTensor(path, shape), keep=Keep.FLOAT32)
+
+
+def listed(
+    b: Build,
+    name: str,
+    own: Sequence[Projection],
+    numbers: range,
+    group: Group | None = None,
+    *,
+    keep: Keep = Keep.EXPERT,
+) -> None:
+    """Declare a list of weights of experts with these numbers. own: projections of all of them."""
+    tensors = (weight_tensor(each) for each in _each_of(own, numbers))
+    b.weight(name, *tensors, keep=keep, group=group, count=len(numbers))
+
+
+def _each_of(own: Sequence[Projection], numbers: range) -> Iterator[Projection]:
+    return (each.of_expert(number) for number in numbers for each in own)
+
+
+def _biases(b: Build, spec: Experts, gate_up: Sequence[Projection], down: Sequence[Projection]) -> None:
+    """Declare biases of all experts; those of what ranks sum are the first rank's."""
+    for name, own, is_sum in (("gate_up_bias", gate_up, False), ("down_bias", down, True)):
+        tensors = (bias_tensor(each) for each in _each_of(own, range(spec.count)))
+        b.weight(f"{EXPERTS}.{name}", *tensors, first_rank=is_sum, count=spec.count)
+
+
+def _of_images(b: Build, spec: Experts) -> None:
+    """Declare the experts of images' positions, whose numbers go on behind the others' (ERNIE 4.5 VL)."""
+    own, count, at = spec.of_images.projections(b.hidden), spec.count, IMAGE_EXPERTS
+    numbers, few, many = range(count, 2 * count), Keep.FLOAT32, Keep.EXPERT
+    if not spec.sees:
+        few = many = Keep.UNUSED
+    b.weight(f"{at}.router", SlotTensor(IMAGE_ROUTER, (count, b.hidden)), keep=few)
+    for name, group in (("gate_up", Group.EXPERT_GATE_UP), ("down", Group.EXPERT_DOWN)):
+        listed(b, f"{at}.{name}", [each for each in own if each.group is group], numbers, keep=many)
+    if spec.routing.corrected:
+        b.weight(f"{at}.correction", SlotTensor(IMAGE_CORRECTION, (count,)), keep=few)

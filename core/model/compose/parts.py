@@ -1,0 +1,45 @@
+"""Feed-forward parts with a gate or without: the pieces of which layers write theirs.
+
+Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_builder.py
+"""
+
+from __future__ import annotations
+
+from ..program.ops import Scale, SparseGates, View
+from ..specs.feed_forward import GatedSpec, UngatedActivation, UngatedSpec
+from ..weights.slot import Keep, SlotTensor
+from .build import Build, Proj, Value
+
+#: Parameters of xIELU, each one number.
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+
+
+def dense(b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+    """What the part adds."""
+    return down(b, spec, gate_up(b, spec, rows))
+
+
+def gate_up(b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+    """Gate and up side by side, or up alone."""
+    names = ("gate_proj", "up_proj") if isinstance(spec, GatedSpec) else ("up_proj",)
+    own = (Proj(f"mlp.{each}", spec.size, spec.size, spec.bias, form=spec.form) for each in names)
+    return b.linear("gate_up", rows, "gu", *own)
+
+
+def down(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
+    """What the part adds, of what `gate_up` gave."""
+    if isinstance(spec, GatedSpec):
+        if spec.gate_factor != 1.0:
+            b.put(Scale(View(gu, 0, spec.size), gu, spec.gate_factor, in_place=True), gu.width)
+        if spec.sparsity:
+            b.put(SparseGates(gu, gu, spec.sparsity), gu.width)
+    parameters = None
+    if spec.activation is UngatedActivation.XIELU:
+        own = (SlotTensor(f"mlp.act_fn.{each}", (1,)) for each in _XIELU)
+        parameters = b.weight("xielu", *own, keep=Keep.FLOAT32)
+    f = b.activate(gu, spec.activation, "f", parameters)
+    if isinstance(spec, GatedSpec) and spec.inner_norm:
+        f = b.norm("mlp_inner_norm", f, "f", path="mlp.ffn_sub_norm")
+    own = Proj("mlp.down_proj", b.hidden, spec.size, spec.bias, form=spec.form)
+    y = b.reduce(b.linear("down", f, "y", own, rows=True))
+    return b.scale(y, spec.factor if isinstance(spec, GatedSpec) else 1.0)
