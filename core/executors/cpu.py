@@ -42,7 +42,7 @@ from ..model.paged_states import PagedStates
 from ..model.pooling import add_pooled
 from ..model.program.ends import cap_of
 from ..model.program.native_decoder import NativeDecoderModel
-from ..model.program.torch_ends import capped
+from ..model.program.ops.logits import capped
 from ..model.sampler import (
     RowLogits,
     Sampling,

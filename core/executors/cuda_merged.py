@@ -23,7 +23,7 @@ from ...memory.pages.runs import BLOCKED, place_runs
 from ...ops.lora.sgmv import AdapterRows
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_state import LoraState, rows_in
-from ..model.program.torch_ops import kind_of
+from ..model.program.torch_gemm import kind_of
 from ..model.weights.shadow import Addresses, ShadowWeights, addresses_of, changes
 from ..model.weights.slots import MERGED_MATRICES
 from ..requests.types import CannotMerge

@@ -34,11 +34,13 @@ from .nvtx_spans import span
 from .paged_states import PagedStates
 from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers, logits_dtype
 from .program.layer_program import Kept
-from .program.ops import INPUTS, STREAM, Gemm, Moe
-from .program.torch_ops import Runs, Weight, kind_of, multiply, run_ops
-from .program.torch_other_ops import kind_of_experts
+from .program.op import INPUTS, STREAM
+from .program.ops.linear import Gemm
+from .program.ops.moe import Moe
+from .program.torch_experts import kind_of_experts
+from .program.torch_gemm import Weight, kind_of, multiply
 from .program.torch_program import Final, TorchProgram
-from .program.torch_step import AddedLogits, Batch, Bound, Residual, Step, batch_of_parts
+from .program.torch_step import AddedLogits, Batch, Bound, Residual, Runs, Step, batch_of_parts, run_ops
 from .specs.config import ModelConfig
 from .specs.layers import kv_index, page_index, ropes_of
 from .specs.rope_config import RopeConfig

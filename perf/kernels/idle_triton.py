@@ -12,12 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn import functional
 from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import DriverConfig
 
-from ...core.model.program import torch_ops
-from ...ops.elementwise import elementwise_triton
+from ...core.model.program import torch_gemm, torch_norm
+from ...ops.elementwise import elementwise, elementwise_triton
 from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
 
 #: Called instead of every launch; Triton keeps kernels beyond the context that they were compiled in.
@@ -79,16 +80,16 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(idle_compiler(lambda kernel, *_: launched(kernel.name)))
         for owner, name in (
-            (torch_ops, "rms_norm"),
-            (torch_ops, "add_rms_norm"),
-            (torch_ops, "silu_and_mul"),
-            (torch_ops, "rotate_and_write"),
+            (torch_norm, "rms_norm"),
+            (torch_norm, "add_rms_norm"),
+            (torch_gemm, "silu_and_mul"),
+            (elementwise, "rotate_and_write"),
         ):
             stack.enter_context(patch.object(owner, name, getattr(elementwise_triton, name)))
         for owner, name, value in (
-            (torch_ops, "linear", linear),
-            (torch_ops, "mm", mm),
-            (torch_ops, "embedding", _embedding),
+            (torch_gemm, "linear", linear),
+            (torch_gemm, "mm", mm),
+            (functional, "embedding", _embedding),
             (RotaryEmbedding, "at", _at),
         ):
             stack.enter_context(patch.object(owner, name, value))

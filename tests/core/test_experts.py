@@ -18,7 +18,7 @@ from chorus.core.executors.base import EngineLimits, ModelExecutor
 from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model.moe import experts as mixture
 from chorus.core.model.program import native_decoder
-from chorus.core.model.program.native_buffers import NoNativeOp
+from chorus.core.model.program.op import NoNativeOp
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.open_weights import open_weights

@@ -5,8 +5,11 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
-from ..program.indexer_ops import ChooseBlocks, IndexBlocks
-from ..program.ops import CHOSEN, Attend, Clip, Heads, Read, View
+from ..program.op import CHOSEN, Read, View
+from ..program.ops.attend import Attend
+from ..program.ops.heads import Heads
+from ..program.ops.indexers import ChooseBlocks, IndexBlocks
+from ..program.ops.rows import Clip
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.indexer import BlockIndexerSpec, MeanIndexerSpec
 from ..weights.slot import Keep, SlotTensor

@@ -15,30 +15,13 @@ from typing import NamedTuple
 
 from ....memory.pages.projections import Group, Projection
 from ..program.layer_program import Kept, LayerProgram
-from ..program.ops import (
-    CHOSEN,
-    EMBEDDED,
-    FURTHER,
-    INPUTS,
-    LATE,
-    ROUTED,
-    STREAM,
-    STREAMS,
-    Activate,
-    Add,
-    AllReduce,
-    Begin,
-    Concat,
-    End,
-    GateOutput,
-    Gemm,
-    Norm,
-    Op,
-    Read,
-    Scale,
-    Sum,
-    name_of,
-)
+from ..program.op import CHOSEN, EMBEDDED, FURTHER, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op, Read, name_of
+from ..program.ops.gates import GateOutput
+from ..program.ops.linear import Gemm
+from ..program.ops.norm import Norm
+from ..program.ops.residual import Add, AllReduce
+from ..program.ops.rows import Activate, Concat, Scale, Sum
+from ..program.ops.spans import Begin, End
 from ..specs.feed_forward import GatedActivation, UngatedActivation
 from ..specs.norms import NormSpec
 from ..weights.slot import Keep, Slot, SlotTensor, bias_tensor, weight_tensor

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..program.indexer_ops import Choose, Index
-from ..program.ops import CHOSEN, LatentAttend, Latents, Norm, Read, TakeGates, View
+from ..program.op import CHOSEN, Read, View
+from ..program.ops.gates import TakeGates
+from ..program.ops.indexers import Choose, Index
+from ..program.ops.latents import LatentAttend, Latents
+from ..program.ops.norm import Norm
 from ..specs.attention import AttentionSpec, LatentSpec, OutputGate
 from ..specs.indexer import IndexerSpec
 from ..specs.norms import NormSpec

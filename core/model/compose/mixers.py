@@ -8,7 +8,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 from ....memory.pages.projections import Group
-from ..program.ops import Mix, Read, View
+from ..program.op import Read, View
+from ..program.ops.mix import Mix
 from ..specs.recurrent import Inner, RecurrentSpec
 from ..weights.slot import Keep, SlotTensor
 from ..weights.slots import RECURRENT

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ....memory.pages.projections import Group, Projection
-from ..program.ops import Moe, Read, SharedExpert
+from ..program.op import Read
+from ..program.ops.moe import Moe, SharedExpert
 from ..specs.feed_forward import Experts, LatentExperts
 from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
 from ..weights.slot import Keep, SlotTensor, bias_tensor, weight_tensor

@@ -5,7 +5,9 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
-from ..program.ops import Scale, SparseGates, View
+from ..program.op import View
+from ..program.ops.gates import SparseGates
+from ..program.ops.rows import Scale
 from ..specs.feed_forward import GatedSpec, UngatedActivation, UngatedSpec
 from ..weights.slot import Keep, SlotTensor
 from .build import Build, Proj, Value

@@ -14,24 +14,16 @@ from ..specs.config import ModelConfig
 from ..specs.gated_streams import GatedStreamsSpec
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..weights.slots import JOINED, stream_slots
-from .end_ops import (
-    AddPositions,
-    Cap,
-    Embed,
-    EmbedMedia,
-    JoinStreams,
-    KeepEmbeddings,
-    Logits,
-    NormParts,
-    PlaceImages,
-    Rows,
-    Select,
-    SplitStreams,
-)
-from .factor_ops import ScaleEmbeddings
-from .hyper_ops import ConnectStreams, CopyToStreams, SumStreams
 from .layer_program import Kept
-from .ops import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Concat, Gemm, Norm, Op, Replace, Scale, Sum
+from .op import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op
+from .ops.embed import AddPositions, Embed, EmbedMedia, KeepEmbeddings, PlaceImages, ScaleEmbeddings
+from .ops.hyper import ConnectStreams, CopyToStreams, SumStreams
+from .ops.linear import Gemm
+from .ops.logits import Cap, Logits, Rows, Select
+from .ops.norm import Norm, NormParts
+from .ops.residual import Replace
+from .ops.rows import Concat, Scale, Sum
+from .ops.streams import JoinStreams, SplitStreams
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .ops import Op
+from .op import Op
 
 
 class Kept(NamedTuple):

@@ -9,12 +9,20 @@ from typing import Any
 
 import torch
 
-from ....ops.library.native_descriptors import NativeHeadNorm
+from ....ops.library.native_descriptors import NativeHeadNorm, NativeOutputGate
 from ....ops.library.native_model import LatentShape
-from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
+from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec, OutputGate
 from ..specs.norms import NormSpec
 from .native_binding import Late, LayerBinding, score_scale, weight_of
-from .native_buffers import NoNativeOp
+from .op import NoNativeOp
+
+#: The library's names of where gates are.
+OUTPUT_GATES = {
+    None: NativeOutputGate.NONE,
+    OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
+    OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
+    OutputGate.APART: NativeOutputGate.APART,
+}
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
     HeadNorm.ALL: NativeHeadNorm.ALL,

@@ -102,6 +102,12 @@ def weight_of(slot: str) -> Late:
     return lambda at: at.weights.get(slot)
 
 
+def number_of(slot: str) -> Late:
+    """A weight of one element."""
+    weight = weight_of(slot)
+    return lambda at: float(weight(at))
+
+
 def filled(op: NativeOp, at: LayerBinding) -> NativeOp:
     """An op with what its layer has in place of `Late` arguments."""
     return NativeOp(op.kind, _filled(op.arguments, at))

@@ -42,8 +42,9 @@ from ..weights.weights import Weights
 from .ends import cap_of, end_programs
 from .native_attention import latent_shape
 from .native_binding import Tables, layer_bindings
-from .native_buffers import NoNativeOp, check_native
-from .native_ops import NativeProgram
+from .native_buffers import check_native
+from .native_program import NativeProgram
+from .op import NoNativeOp
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:

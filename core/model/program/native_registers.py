@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....ops.library.native_program import NativeOp, Register
-from .ops import EMBEDDED, STREAM
+from .op import EMBEDDED, STREAM
 
 #: Kinds of ops that work on each token by itself: what they write may lie where they read.
 ROW_OPS = frozenset(

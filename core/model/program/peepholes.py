@@ -10,8 +10,13 @@ from dataclasses import replace
 
 from ....memory.pages.projections import Group
 from ..specs.feed_forward import Activation
-from .end_ops import Select
-from .ops import Activate, Add, Begin, Gemm, Norm, Op
+from .op import Op
+from .ops.linear import Gemm
+from .ops.logits import Select
+from .ops.norm import Norm
+from .ops.residual import Add
+from .ops.rows import Activate
+from .ops.spans import Begin
 
 
 def fused(ops: Iterable[Op]) -> list[Op]:

@@ -5,21 +5,29 @@ Tests: tests/core/test_families.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ....ops.attention.attention import PLAIN, Scores
-from ....ops.elementwise.elementwise import HeadNorms
-from ..specs.attention import AttentionSpec, HeadNorm
+from ....ops.elementwise.elementwise import HeadNorms, split_gates, split_gates_apart, split_gates_of_heads
+from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.norms import NormSpec
 from ..weights.layer_weights import LayerWeights
 from .layer_program import Kept
-from .ops import Attend, LatentAttend
 from .torch_step import Bound
 
+#: What splits gates from queries, keys and values.
+SPLITS = {
+    OutputGate.BESIDE_QUERIES: split_gates,
+    OutputGate.APART: split_gates_apart,
+    OutputGate.OF_HEADS: split_gates_of_heads,
+}
 
-def attended_of(op: Attend | LatentAttend) -> Kept:
+
+def attended_of(out: str, mixer: AttentionSpec) -> Kept:
     """The memory of attention's output, where it has any of its own."""
-    return Kept(op.out, (op.attention.num_heads, op.attention.attended_dim))
+    return Kept(out, (mixer.num_heads, mixer.attended_dim))
 
 
 def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
@@ -81,3 +89,15 @@ def query_weights(layer: LayerWeights, attention: AttentionSpec) -> torch.Tensor
     if attention.head_norm is not HeadNorm.ROTATED:
         return None
     return layer["q_norm"].float() * layer["k_norm"].float()
+
+
+def caches(mixer: AttentionSpec, model: Bound, kv: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Gives the cached keys and values of a layer, without an indexer's keys."""
+    if mixer.block_indexer is None:
+        return lambda: model.arena.kv_layers[kv]
+
+    def own() -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = model.arena.kv_layers[kv]
+        return k[..., : mixer.head_dim], v[..., : mixer.head_dim]
+
+    return own

@@ -17,28 +17,15 @@ from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
 from .ends import LOGITS, STATES, EndPrograms
 from .layer_program import Kept, LayerProgram
-from .ops import (
-    CHOSEN,
-    EMBEDDED,
-    INPUTS,
-    LATE,
-    ROUTED,
-    STREAM,
-    STREAMS,
-    Add,
-    Attend,
-    Begin,
-    End,
-    Gemm,
-    LatentAttend,
-    Moe,
-    Op,
-    name_of,
-)
+from .op import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op, name_of
+from .ops.attend import Attend
+from .ops.latents import LatentAttend
+from .ops.linear import Gemm
+from .ops.moe import Moe
+from .ops.residual import Add
+from .ops.spans import Begin, End
 from .peepholes import fused, fused_layers
-from .torch_bind import bind
-from .torch_ops import Runs, run_ops, within_span
-from .torch_step import Bound, OpContext, Step, batch_of_parts
+from .torch_step import Bound, OpContext, Runs, Step, batch_of_parts, run_ops, within_span
 
 #: Buffers that outlive a layer.
 _LASTING = frozenset({STREAM, STREAMS, INPUTS, EMBEDDED, CHOSEN, LATE, ROUTED})
@@ -157,7 +144,7 @@ class TorchProgram:
                 around.append((within_span(name, found), ()))
                 found = around
             else:
-                found.append((bind(op, OpContext(index, self._layers[index], self.model)), dead))
+                found.append((op.torch(OpContext(index, self._layers[index], self.model)), dead))
         return found
 
     def kept(self) -> tuple[set[Kept], tuple[Kept, ...]]:

@@ -19,10 +19,11 @@ from ....ops.elementwise.float8_kv import KvScales
 from ....ops.ranks.ranks import Collectives
 from ..batch import BY_LIBRARY, GemmBackends, StepBatch, StepStates
 from ..lora.step_lora import StepLora
+from ..nvtx_spans import span
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
 from .layer_program import Kept
-from .ops import Read, View
+from .op import Read, View
 
 #: Adds what adapters do to logits `[rows, columns]` of states `[rows, hidden]`; then the token of the first column.
 AddedLogits = Callable[[torch.Tensor, torch.Tensor, int], None]
@@ -105,16 +106,37 @@ class OpContext:
 
     model: Bound
 
+    def reader(self, read: Read) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+        """Looks up a buffer, or its columns."""
+        if not isinstance(read, View):
+            return itemgetter(read)
+        name, columns = read.name, slice(read.begin, read.end)
+        if read.copied:
+            return lambda names: names[name][:, columns].contiguous()
+        return lambda names: names[name][:, columns]
+
 
 #: Runs one op.
 Run = Callable[[Step], None]
 
+#: Ops, each with the buffers that nothing reads after it.
+Runs = list[tuple[Run, tuple[str, ...]]]
 
-def reader(read: Read) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
-    """Looks up a buffer, or its columns."""
-    if not isinstance(read, View):
-        return itemgetter(read)
-    name, columns = read.name, slice(read.begin, read.end)
-    if read.copied:
-        return lambda names: names[name][:, columns].contiguous()
-    return lambda names: names[name][:, columns]
+
+def run_ops(runs: Runs, step: Step) -> None:
+    """Run ops. Buffers are dropped once they are read for the last time: what binds them holds their memory."""
+    names = step.names
+    for run, dead in runs:
+        run(step)
+        for name in dead:
+            del names[name]
+
+
+def within_span(name: str, runs: Runs) -> Run:
+    """Ops as one, in a span."""
+
+    def run(step: Step) -> None:
+        with span(name):
+            run_ops(runs, step)
+
+    return run

@@ -127,3 +127,8 @@ class RopeConfig:
         ramp = (torch.arange(self.dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
         kept = 1 - torch.clamp(ramp, 0, 1)
         return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def rope_described(rope: RopeConfig | None) -> str:
+    """How a rope rotates, for people."""
+    return "not rotated" if rope is None else f"rotated by a {rope.type} rope of base {rope.theta:g}"

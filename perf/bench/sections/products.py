@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ....core.model.batch import GemmBackend
-from ....core.model.program.torch_ops import multiply
+from ....core.model.program.torch_gemm import multiply
 from ....ops.gemm.small_gemm_schedule import MAX_ROWS, fewest_rows
 from ...kernels.cost import Cost, gemm_cost
 from ...report.table import Table

@@ -36,7 +36,7 @@ from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora import lora_launches, lora_state_cuda
 from chorus.core.model.lora.lora_state_cuda import MAX_PARTS
-from chorus.core.model.program.torch_ops import kind_of
+from chorus.core.model.program.torch_gemm import kind_of
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.graphs.device import DeviceError

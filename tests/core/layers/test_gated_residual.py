@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.torch_factors import gate_factors
+from chorus.core.model.program.ops.residual import gate_factors
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard

@@ -10,12 +10,11 @@ from types import SimpleNamespace as Fake
 import pytest
 import torch
 
-from chorus.core.model.program.gated_ops import LookUp, MeanOfGated
-from chorus.core.model.program.indexer_ops import ChooseBlocks
 from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.native_decoder import why_unsupported
+from chorus.core.model.program.ops.gated_streams import LookUp, MeanOfGated
+from chorus.core.model.program.ops.indexers import ChooseBlocks
 from chorus.core.model.program.text import program_lines
-from chorus.core.model.program.torch_gated import look_up
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.narrow_bytes import kept_bytes
@@ -112,7 +111,7 @@ def test_a_piece_of_a_wider_bucket_looks_up_the_steps_own_tokens(model):
     weights = {op.weights: Fake(first=None), op.table: table}
     kept = {Kept(op.out, (op.lookup.width,)): torch.zeros(4, op.lookup.width)}
     step = Fake(states=Fake(mix=mix), batch=Fake(token_ids=torch.arange(24)), kept=kept, names={})
-    look_up(op, Fake(index=0, model=Fake(dtype=torch.float32), weights=weights))(step)
+    op.torch(Fake(index=0, model=Fake(dtype=torch.float32), weights=weights))(step)
     assert seen == [4]
     assert step.names[op.out][:, 0].tolist() == [0, 1, 2, 3]
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.program.hyper_ops import ConnectStreams, GiveToStreams, SumStreams
 from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.native_decoder import why_unsupported
+from chorus.core.model.program.ops.hyper import ConnectStreams, GiveToStreams, SumStreams
 from chorus.core.model.program.text import program_lines
-from chorus.core.model.program.torch_bind import bind
 from chorus.core.model.program.torch_step import Bound, OpContext, Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
@@ -40,7 +39,7 @@ def model(tmp_path):
 def run(op, names, weights, model=None):
     """Run an op alone, on these buffers."""
     bound = Bound(None, None, [], [], [], [], 1, 8, torch.float32, torch.device("cpu")) if model is None else model
-    bind(op, OpContext(0, weights, bound))(Step(batch_of_parts(), [weights], names))
+    op.torch(OpContext(0, weights, bound))(Step(batch_of_parts(), [weights], names))
     return names
 
 

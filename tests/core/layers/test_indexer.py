@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.program.indexer_ops import Choose, Index
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import CHOSEN, LatentAttend
+from chorus.core.model.program.op import CHOSEN
+from chorus.core.model.program.ops.indexers import Choose, Index
+from chorus.core.model.program.ops.latents import LatentAttend
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.costs.machine import geometry_of
-from chorus.core.model.program.indexer_ops import ChooseBlocks, IndexBlocks
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import CHOSEN, Attend
+from chorus.core.model.program.op import CHOSEN
+from chorus.core.model.program.ops.attend import Attend
+from chorus.core.model.program.ops.indexers import ChooseBlocks, IndexBlocks
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

@@ -8,7 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.model.program.ends import lasting_buffers
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import LATE, Add, Moe
+from chorus.core.model.program.op import LATE
+from chorus.core.model.program.ops.moe import Moe
+from chorus.core.model.program.ops.residual import Add
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

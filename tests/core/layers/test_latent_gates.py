@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from chorus.core.model.moe.experts import choose
-from chorus.core.model.program.indexer_ops import Index
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import GateOutput, Gemm, TakeGates
+from chorus.core.model.program.ops.gates import GateOutput, TakeGates
+from chorus.core.model.program.ops.indexers import Index
+from chorus.core.model.program.ops.linear import Gemm
 from chorus.core.model.program.text import program_lines
-from chorus.core.model.program.torch_bind import bind
-from chorus.core.model.program.torch_step import Step, batch_of_parts
+from chorus.core.model.program.torch_step import OpContext, Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Routing, Scoring
@@ -57,7 +57,7 @@ def test_queries_and_gates_are_one_product_of_both_latents(model):
 def test_gates_are_what_follows_each_query():
     x = torch.arange(24.0).view(2, 12)
     step = Step(batch_of_parts(), [], {"qh": x})
-    bind(TakeGates("qh", "gates", heads=3, width=1), None)(step)
+    TakeGates("qh", "gates", heads=3, width=1).torch(OpContext(0, {}, None))(step)
     assert step.names["gates"].tolist() == [[3, 7, 11], [15, 19, 23]]
 
 

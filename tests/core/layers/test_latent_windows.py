@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import Latents, Norm, TakeGates
+from chorus.core.model.program.ops.gates import TakeGates
+from chorus.core.model.program.ops.latents import Latents
+from chorus.core.model.program.ops.norm import Norm
 from chorus.core.model.program.text import program_lines
-from chorus.core.model.program.torch_bind import bind
-from chorus.core.model.program.torch_step import Step, batch_of_parts
+from chorus.core.model.program.torch_step import OpContext, Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
@@ -97,7 +98,7 @@ def test_factors_of_latents_are_in_norms_and_the_key_has_its_own(model):
 def test_a_heads_gate_is_that_of_all_its_elements():
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     step = Step(batch_of_parts(), [], {"in": x})
-    bind(TakeGates("in", "gates", heads=2, width=3), None)(step)
+    TakeGates("in", "gates", heads=2, width=3).torch(OpContext(0, {}, None))(step)
     assert step.names["gates"].tolist() == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 4, 4, 4]]
 
 

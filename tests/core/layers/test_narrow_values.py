@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.model.program.ops import ResizeHeads
-from chorus.core.model.program.torch_bind import bind
-from chorus.core.model.program.torch_step import Step, batch_of_parts
+from chorus.core.model.program.ops.heads import ResizeHeads
+from chorus.core.model.program.torch_step import OpContext, Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.memory.files.format import inspect_adapter
@@ -97,7 +96,7 @@ def test_adapters_are_on_all_linear_modules():
 def test_heads_are_cut_or_have_zeros_behind_them(width, to):
     x = torch.arange(2 * (1 + 4 * width), dtype=torch.float32).view(2, -1) + 1
     step = Step(batch_of_parts(), [], {"x": x})
-    bind(ResizeHeads("x", "y", 1, width, to), None)(step)
+    ResizeHeads("x", "y", 1, width, to).torch(OpContext(0, {}, None))(step)
     kept = min(width, to)
     heads = step.names["y"][:, 1:].view(2, 4, to)
     assert torch.equal(step.names["y"][:, :1], x[:, :1])

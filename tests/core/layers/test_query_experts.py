@@ -7,7 +7,7 @@ import torch
 
 from chorus.core.model.moe.query_matrices import ListedQueries
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.query_ops import OutputsOfExperts, QueriesOfExperts
+from chorus.core.model.program.ops.query_experts import OutputsOfExperts, QueriesOfExperts
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

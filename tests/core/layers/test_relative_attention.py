@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.model.program.inkling_ops import TakeRelative
-from chorus.core.model.program.ops import Attend, Heads
+from chorus.core.model.program.ops.attend import Attend, TakeRelative
+from chorus.core.model.program.ops.heads import Heads
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_heads import query_growth
-from chorus.core.model.program.torch_relative import take_relative
+from chorus.core.model.program.torch_step import OpContext
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.attention import LogGrowth, QueryGrowth, RelativeSpec
 from chorus.core.model.specs.config import UnsupportedModel
@@ -96,7 +96,7 @@ def test_factors_of_queries_are_not_rounded(model):
     step = SimpleNamespace(
         names={"r": torch.randn(40, 24).bfloat16()}, batch=SimpleNamespace(positions=torch.arange(40))
     )
-    take_relative(TakeRelative("r", "rel", mixer), SimpleNamespace(model=bound))(step)
+    TakeRelative("r", "rel", mixer).torch(OpContext(0, {}, bound))(step)
     assert torch.equal(step.names["rel"], (step.names["r"].float() * factors[:, None]).bfloat16())
 
 

@@ -7,7 +7,8 @@ import torch
 from safetensors import safe_open
 
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
-from chorus.core.model.program.ops import Attend, Mix
+from chorus.core.model.program.ops.attend import Attend
+from chorus.core.model.program.ops.mix import Mix
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Activation

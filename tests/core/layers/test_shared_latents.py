@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from chorus.core.model.program.indexer_ops import Index
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops import GrowHeads, Latents
+from chorus.core.model.program.ops.heads import GrowHeads
+from chorus.core.model.program.ops.indexers import Index
+from chorus.core.model.program.ops.latents import Latents
 from chorus.core.model.program.text import program_lines
-from chorus.core.model.program.torch_bind import bind
 from chorus.core.model.program.torch_step import OpContext, Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
@@ -104,7 +104,7 @@ def test_queries_grow_with_their_position():
     weight, step = torch.tensor([0.5, 0.0, 1.0, 2.0]), Step(batch_of_parts(), [], {"q": torch.ones(2, 6)})
     step.batch.positions = torch.tensor([0, 1])
     step.layers = [{"growth": weight}]
-    bind(GrowHeads("q", "q", 2, "growth"), OpContext(0, {}, None))(step)
+    GrowHeads("q", "q", 2, "growth").torch(OpContext(0, {}, None))(step)
     grown = 1 + 0.5 * torch.log(torch.tensor(2.0))
     assert torch.allclose(step.names["q"], torch.tensor([[1.0] * 3 + [2.0] * 3, [float(grown)] * 3 + [2.0] * 3]))
 

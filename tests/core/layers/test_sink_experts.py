@@ -9,8 +9,8 @@ import torch
 
 from chorus.core.model.moe.experts import ListedExperts, packed_experts
 from chorus.core.model.moe.sink_experts import choose_with_sinks, mix_with_sinks
-from chorus.core.model.program.inkling_ops import MoeWithSinks
 from chorus.core.model.program.native_decoder import why_unsupported
+from chorus.core.model.program.ops.moe import MoeWithSinks
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

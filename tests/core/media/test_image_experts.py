@@ -13,8 +13,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.media.serving import why_blind, with_tower
 from chorus.core.model import batch
-from chorus.core.model.moe import mixture_lora
-from chorus.core.model.program import torch_other_ops
+from chorus.core.model.moe import experts, mixture_lora
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Experts
@@ -78,9 +77,9 @@ def adapters_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def adapters_of_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a mixture are taken for the step's first tokens."""
-    mix = torch_other_ops.mix_by_modality
+    mix = experts.mix_by_modality
     wrong = lambda x, both, spec, places, lora: mix(x, both, spec, places, _Unmoved(lora) if lora else None)  # noqa: E731
-    monkeypatch.setattr(torch_other_ops, "mix_by_modality", wrong)
+    monkeypatch.setattr(experts, "mix_by_modality", wrong)
 
 
 class _Unmoved:

@@ -15,7 +15,7 @@ from chorus.core.model import decoder as model_module
 from chorus.core.model import nvtx_spans
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
-from chorus.core.model.program import torch_ops
+from chorus.core.model.program import torch_step
 
 
 def test_off_by_default(monkeypatch):
@@ -79,7 +79,6 @@ class Lora:
 def test_the_spans_of_a_step(subject, monkeypatch, lora):
     """A layer's adapters are waited for before the layer's first product with them."""
     config = EngineConfig(model=subject("gqa").model, num_pages=8, cpu_kernels="torch", max_model_len=32)
-    executor = CpuExecutor(config)
     log = []
 
     @contextmanager
@@ -88,7 +87,9 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
         yield
 
     monkeypatch.setattr(model_module, "span", span)
-    monkeypatch.setattr(torch_ops, "span", span)
+    monkeypatch.setattr(nvtx_spans, "span", span)
+    monkeypatch.setattr(torch_step, "span", span)
+    executor = CpuExecutor(config)
     decoder = executor.decoder
     attention = decoder.new_attention()
     attention.plan([0, 2], torch.tensor([[1]]), [2])

@@ -14,7 +14,7 @@ from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer
-from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, GatedSpec, UngatedActivation, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec

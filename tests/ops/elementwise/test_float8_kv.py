@@ -9,7 +9,7 @@ import torch
 
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.program.native_binding import Tables, layer_bindings
-from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.feed_forward import GatedSpec
 from chorus.core.model.specs.layers import LayerSpec

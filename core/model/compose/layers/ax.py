@@ -5,7 +5,8 @@ Tests: tests/core/layers/test_latent_gates.py
 
 from __future__ import annotations
 
-from ...program.ops import ResizeHeads, TakeGates
+from ...program.ops.gates import TakeGates
+from ...program.ops.heads import ResizeHeads
 from ...specs.attention import AttentionSpec
 from ..build import Build, Proj, Value
 from ..latents import attended, latent_of, normed_latent, parts_of, put_index, queries_of

@@ -5,7 +5,7 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
-from ...program.ops import AddMedia, Replace
+from ...program.ops.residual import AddMedia, Replace
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
 from ...specs.layers import LayerSpec

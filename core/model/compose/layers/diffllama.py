@@ -5,7 +5,8 @@ Tests: tests/core/layers/test_differences.py
 
 from __future__ import annotations
 
-from ...program.ops import ResizeHeads, SubtractHeads, View
+from ...program.op import View
+from ...program.ops.heads import ResizeHeads, SubtractHeads
 from ...specs.attention import AttentionSpec, DifferenceSpec
 from ...weights.slot import SlotTensor
 from ..attention import attend, heads, heads_in, project

@@ -5,7 +5,8 @@ Tests: tests/core/layers/test_latent_windows.py
 
 from __future__ import annotations
 
-from ...program.ops import Norm, View
+from ...program.op import View
+from ...program.ops.norm import Norm
 from ...specs.attention import AttentionSpec
 from ...specs.norms import NormSpec
 from ..build import Build, Value

@@ -6,7 +6,8 @@ Tests: tests/core/layers/test_two_mixers.py
 from __future__ import annotations
 
 from .....memory.pages.projections import Group
-from ...program.ops import Mix, Scale
+from ...program.ops.mix import Mix
+from ...program.ops.rows import Scale
 from ...specs.layers import MixerBeside
 from ...weights.slot import SlotTensor, rows_of
 from ..attention import attend, attention_in, heads, project

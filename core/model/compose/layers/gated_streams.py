@@ -5,9 +5,12 @@ Tests: tests/core/layers/test_gated_streams.py
 
 from __future__ import annotations
 
-from ...program.gated_ops import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
-from ...program.hyper_ops import GiveToStreams
-from ...program.ops import Mix, Replace, Scale, View
+from ...program.op import View
+from ...program.ops.gated_streams import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
+from ...program.ops.hyper import GiveToStreams
+from ...program.ops.mix import Mix
+from ...program.ops.residual import Replace
+from ...program.ops.rows import Scale
 from ...specs.gated_streams import GatedStreamsSpec
 from ...specs.ngrams import TABLE, NgramSpec
 from ...weights.slot import Keep, SlotTensor

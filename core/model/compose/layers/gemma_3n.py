@@ -5,8 +5,9 @@ Tests: tests/core/layers/test_streams.py
 
 from __future__ import annotations
 
-from ...program.ops import Add, Scale
-from ...program.stream_ops import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
+from ...program.ops.residual import Add
+from ...program.ops.rows import Scale
+from ...program.ops.streams import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
 from ...specs.layers import StreamsSpec
 from ...weights.slot import Keep, SlotTensor
 from ..build import Build, Proj, Value

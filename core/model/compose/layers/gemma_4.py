@@ -6,7 +6,8 @@ Tests: tests/core/paths, tests/core/model/program/test_builder.py
 
 from __future__ import annotations
 
-from ...program.ops import Norm, Scale, TakeInput
+from ...program.ops.norm import Norm
+from ...program.ops.rows import Scale, TakeInput
 from ...specs.feed_forward import Experts
 from ...specs.layers import LayerSpec
 from ...weights.slot import SlotTensor

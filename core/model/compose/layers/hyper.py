@@ -5,7 +5,7 @@ Tests: tests/core/layers/test_hyper_connections.py
 
 from __future__ import annotations
 
-from ...program.hyper_ops import ConnectStreams, GiveToStreams, SumStreams
+from ...program.ops.hyper import ConnectStreams, GiveToStreams, SumStreams
 from ...specs.hyper_connections import HyperConnectionSpec
 from ...weights.slot import Keep, SlotTensor
 from ...weights.slots import CONNECTIONS

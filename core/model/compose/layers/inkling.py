@@ -10,8 +10,11 @@ from dataclasses import replace
 
 from .....memory.pages.projections import Group
 from .....ops.mixers.conv_place import ConvPlace
-from ...program.inkling_ops import ConvolveStream, MoeWithSinks, TakeRelative
-from ...program.ops import Read, Scale, View
+from ...program.op import Read, View
+from ...program.ops.attend import TakeRelative
+from ...program.ops.mix import ConvolveStream
+from ...program.ops.moe import MoeWithSinks
+from ...program.ops.rows import Scale
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
 from ...specs.stream_convs import StreamConvSpec

@@ -5,8 +5,8 @@ Tests: tests/core/layers/test_query_experts.py
 
 from __future__ import annotations
 
-from ...program.ops import View
-from ...program.query_ops import OutputsOfExperts, QueriesOfExperts
+from ...program.op import View
+from ...program.ops.query_experts import OutputsOfExperts, QueriesOfExperts
 from ...specs.attention import AttentionSpec
 from ...specs.query_experts import QueryExperts
 from ...weights.slot import Keep, SlotTensor

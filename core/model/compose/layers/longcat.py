@@ -5,7 +5,7 @@ Tests: tests/core/layers/test_late_mixtures.py
 
 from __future__ import annotations
 
-from ...program.ops import LATE
+from ...program.op import LATE
 from ..build import Build, Value
 from ..mixtures import mixture
 from .decoder import DecoderLayer

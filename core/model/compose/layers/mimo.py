@@ -5,7 +5,9 @@ Tests: tests/core/layers/test_narrow_values.py
 
 from __future__ import annotations
 
-from ...program.ops import ResizeHeads, Scale, View
+from ...program.op import View
+from ...program.ops.heads import ResizeHeads
+from ...program.ops.rows import Scale
 from ...specs.attention import AttentionSpec
 from ..attention import attend, attention_in, gated, heads, project
 from ..build import Build, Value

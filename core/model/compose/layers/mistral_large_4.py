@@ -5,7 +5,8 @@ Tests: tests/core/test_text_parts.py, tests/core/model/program/test_golden.py
 
 from __future__ import annotations
 
-from ...program.ops import GrowHeads, Read
+from ...program.op import Read
+from ...program.ops.heads import GrowHeads
 from ...specs.attention import AttentionSpec
 from ...specs.indexer import IndexerSpec
 from ...specs.norms import NormKind, NormSpec

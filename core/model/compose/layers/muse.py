@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...program.factor_ops import AddGated, NormHeads, NormScaled
-from ...program.ops import Norm
+from ...program.ops.norm import Norm, NormHeads, NormScaled
+from ...program.ops.residual import AddGated
 from ...specs.attention import AttentionSpec
 from ...weights.slot import Keep
 from ..attention import attend, gated, heads, project

@@ -5,7 +5,7 @@ Tests: tests/core/layers/test_shared_blocks.py
 
 from __future__ import annotations
 
-from ...program.ops import EMBEDDED, View
+from ...program.op import EMBEDDED, View
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import GatedSpec
 from ...specs.shared_block import SharedBlock

@@ -5,8 +5,11 @@ Tests: tests/core/layers/test_convolved_heads.py
 
 from __future__ import annotations
 
-from ...program.factor_ops import AddScaled, CarryRouted
-from ...program.ops import ROUTED, Heads, Mix
+from ...program.op import ROUTED
+from ...program.ops.heads import Heads
+from ...program.ops.mix import Mix
+from ...program.ops.moe import CarryRouted
+from ...program.ops.residual import AddScaled
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, UngatedActivation
 from ...specs.head_conv import HeadConvSpec

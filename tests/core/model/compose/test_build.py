@@ -9,7 +9,9 @@ import pytest
 from chorus.core.model.compose.build import Build, Proj, Value, width_of
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.program.layer_program import Kept
-from chorus.core.model.program.ops import Attend, Gemm, View
+from chorus.core.model.program.op import View
+from chorus.core.model.program.ops.attend import Attend
+from chorus.core.model.program.ops.linear import Gemm
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.feed_forward import GatedSpec
 from chorus.core.model.specs.layers import LayerSpec

@@ -29,8 +29,8 @@ from chorus.core.executors.base import _state_shape
 from chorus.core.media.serving import with_tower
 from chorus.core.model.program.ends import end_programs, lasting_buffers
 from chorus.core.model.program.native_binding import LayerBinding
-from chorus.core.model.program.native_buffers import NoNativeOp
 from chorus.core.model.program.native_decoder import _program
+from chorus.core.model.program.op import NoNativeOp
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig, UnsupportedModel

@@ -7,20 +7,10 @@ from functools import cache
 import pytest
 
 from chorus.core.model.program.layer_program import LayerProgram
-from chorus.core.model.program.ops import (
-    CHOSEN,
-    EMBEDDED,
-    INPUTS,
-    LATE,
-    ROUTED,
-    STREAM,
-    STREAMS,
-    Attend,
-    Gemm,
-    Heads,
-    Op,
-    name_of,
-)
+from chorus.core.model.program.op import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op, name_of
+from chorus.core.model.program.ops.attend import Attend
+from chorus.core.model.program.ops.heads import Heads
+from chorus.core.model.program.ops.linear import Gemm
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.weights.shard import Shard

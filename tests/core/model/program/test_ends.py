@@ -7,9 +7,12 @@ from functools import cache
 import pytest
 import torch
 
-from chorus.core.model.program.end_ops import EmbedMedia, Rows, Select
 from chorus.core.model.program.ends import LOGITS, STATES, end_programs, lasting_buffers
-from chorus.core.model.program.ops import CHOSEN, LATE, ROUTED, STREAM, Add, Norm, name_of
+from chorus.core.model.program.op import CHOSEN, LATE, ROUTED, STREAM, name_of
+from chorus.core.model.program.ops.embed import EmbedMedia
+from chorus.core.model.program.ops.logits import Rows, Select
+from chorus.core.model.program.ops.norm import Norm
+from chorus.core.model.program.ops.residual import Add
 from chorus.core.model.program.peepholes import fused, fused_layers
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig

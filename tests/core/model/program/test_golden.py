@@ -12,8 +12,8 @@ import pytest
 from chorus.core.model.compose import attention
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.layers.decoder import DecoderLayer
-from chorus.core.model.program import end_ops
-from chorus.core.model.program.ops import Op
+from chorus.core.model.program.op import Op
+from chorus.core.model.program.ops.logits import Cap
 
 from ....conftest import quiet
 from ....kept import kept_files
@@ -86,7 +86,7 @@ FAULTS = {
 
 
 def _without_cap(ends):
-    return replace(ends, logits=tuple(op for op in ends.logits if not isinstance(op, end_ops.Cap)))
+    return replace(ends, logits=tuple(op for op in ends.logits if not isinstance(op, Cap)))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

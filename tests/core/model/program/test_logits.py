@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chorus.core.model.program.end_ops import Logits
 from chorus.core.model.program.ends import LOGITS, STATES, logits_dtype
-from chorus.core.model.program.torch_ops import logits
+from chorus.core.model.program.ops.logits import Logits
 from chorus.core.model.program.torch_step import Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 
@@ -44,7 +43,7 @@ def found(memory=None, dtype=torch.bfloat16, added=None, bias=False):
     if memory is not None:
         step.names[LOGITS] = memory
     with Made() as made:
-        logits(op, SimpleNamespace(index=0, model=SimpleNamespace(ranks=None)))(step)
+        op.torch(SimpleNamespace(index=0, model=SimpleNamespace(ranks=None)))(step)
     want = torch.nn.functional.linear(x, weight).float()
     return step.names[LOGITS], want + weights["head_bias"] if bias else want, made.dtypes
 

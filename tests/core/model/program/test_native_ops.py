@@ -8,8 +8,8 @@ from enum import StrEnum
 import pytest
 
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.program.native_buffers import NoNativeOp
-from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.program.native_program import NativeProgram
+from chorus.core.model.program.op import NoNativeOp
 from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing
 from chorus.core.model.specs.layers import LayerSpec

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from chorus.core.model.program.ops import Activate, Add, Begin, Gemm, Norm, Scale
+from chorus.core.model.program.ops.linear import Gemm
+from chorus.core.model.program.ops.norm import Norm
+from chorus.core.model.program.ops.residual import Add
+from chorus.core.model.program.ops.rows import Activate, Scale
+from chorus.core.model.program.ops.spans import Begin
 from chorus.core.model.program.peepholes import fused, fused_layers
 from chorus.core.model.specs.feed_forward import Activation
 from chorus.core.model.specs.norms import NormSpec

@@ -1,0 +1,57 @@
+"""Turns programs of layers into the native decoder's ops.
+
+An op of the program is one of the library's, but for what one kernel does together: gate, up and their activation;
+queries, keys, attention and its gates; a GEMM and the sum that it is added to.
+
+Tests: tests/core/model/program/test_native_ops.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ....memory.pages.projections import Projections
+from ....ops.library.native_program import NativeOp
+from .layer_program import LayerProgram
+from .lowering import Lowering
+from .native_binding import LayerBinding, filled
+from .native_registers import Registers
+from .op import EMBEDDED
+from .ops.spans import Begin, End
+
+
+class NativeProgram:
+    """The ops of all layers of a model, or of a TP rank's share."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerProgram],
+        hidden: int,
+        table: Projections,
+        *,
+        has_ranks: bool = False,
+    ) -> None:
+        """hidden: width of the residual stream. table: of the layers' projections. has_ranks: the layers are one TP
+        rank's shares, whose outputs are summed.
+
+        Raises NoNativeOp.
+        """
+        keeps = any(EMBEDDED in op.reads for layer in layers for op in layer.ops)
+        self._registers, self._ops = Registers(hidden, keeps_embeddings=keeps), []
+        number = 0
+        for index, layer in enumerate(layers):
+            ops = [op for op in layer.ops if not isinstance(op, Begin | End)]
+            lowering = Lowering(index, ops, self._registers, table, has_ranks)
+            listed = self._registers.placed(lowering.run(number))
+            number += sum(op.kind in ("Gemm", "GateUp") for op in listed)
+            self._ops.append(listed)
+
+    @property
+    def registers(self) -> Sequence[Any]:
+        """What ops read and write."""
+        return self._registers.all
+
+    def ops(self, bindings: Sequence[LayerBinding]) -> list[NativeOp]:
+        """All layers' ops, with the weights of these bindings."""
+        return [filled(op, at) for ops, at in zip(self._ops, bindings, strict=True) for op in ops]

@@ -1,0 +1,1 @@
+"""Ops, a file for each noun: what they read, write and compute with, and who runs them."""

@@ -1,0 +1,125 @@
+"""Products of projections side by side.
+
+Tests: tests/core/paths, tests/core/model/program/test_native_ops.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .....memory.pages.projections import Group
+from ..op import Op, Read, name_of
+from .rows import Activate, Scale
+
+if TYPE_CHECKING:
+    from ..lowering import Lowering
+    from ..native_registers import Held
+    from ..torch_step import OpContext, Run, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm(Op):
+    """`out = x · wᵀ + bias` of the projections of a group, side by side, and what adapters add to them. With `silu` (a
+    peephole's), out is `silu(gate) · up` of the two halves of that.
+    """
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+    ROUNDED = True
+
+    group: Group
+    x: Read
+    out: str
+    weight: str
+    silu: bool = False
+
+    @property
+    def bias(self) -> str:
+        """The slot of its bias, if the layer has one; merged weights may have one where the model's have none."""
+        return f"{self.weight}_bias"
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from .....memory.pages.projections import LAYER_GROUPS
+        from .....ops.elementwise.elementwise import silu_and_mul
+        from ...batch import GemmBackend
+        from ...nvtx_spans import span
+        from ..torch_gemm import SPANS, backend_for, multiply
+
+        """A GEMM with what adapters add, gated or not; in one launch but for shrink where the backend has that."""
+        read, index, slot, bias_slot, out, silu = (
+            at.reader(self.x),
+            at.index,
+            self.weight,
+            self.bias,
+            self.out,
+            self.silu,
+        )
+        group, offloads = int(self.group), self.group in LAYER_GROUPS
+        base_name, lora_name = SPANS.get(group, (self.group.name.lower(), f"lora.{self.group.name.lower()}"))
+
+        def run(step: Step) -> None:
+            names, weights, lora, shrunk = step.names, step.layers[index], step.batch.lora, None
+            x, weight, bias = read(names), weights[slot], weights.get(bias_slot)
+            backend = backend_for(step.batch.backends, weight, bias, silu=silu)
+            if lora is not None:
+                if offloads:
+                    lora.offload(group, x, index)
+                if backend is GemmBackend.EXPANDED:
+                    with span(lora_name):
+                        shrunk = lora.shrink(group, x, index)
+            is_added = lora is None or shrunk is not None
+            with span(base_name):
+                y = multiply(backend, x, weight, bias, gate=silu and is_added, shrunk=shrunk)
+            if lora is not None and shrunk is None:
+                with span(lora_name):
+                    lora.add(group, y, x, index)
+                y = silu_and_mul(y) if silu else y
+            names[out] = y
+
+        return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        if self.group is Group.GATE_UP and self._gate_up(to, at):
+            return
+
+        def emit(out: Held, added: bool) -> None:
+            to.emit("Gemm", **self._arguments(to, at, out, accumulate=added))
+
+        to.give(at, emit, adds=True)
+
+    def _arguments(self, to: Lowering, at: int, out: Held, *, accumulate: bool) -> dict[str, Any]:
+        from ..native_binding import weight_of
+
+        own = {"accumulate": int(accumulate), "shape": to.gemm_shape(self.group)[0], "layer": to.index}
+        x, weights = to.read_rounded(at, self.x), {"w": weight_of(self.weight), "bias": weight_of(self.bias)}
+        number = to.next_product()
+        to.arrive()
+        return {"x": x, "out": out, **own, "number": number, **weights}
+
+    def _gate_up(self, to: Lowering, at: int) -> bool:
+        """List gate, up and their activation as one op; False if something else comes between them."""
+        last, factor = at + 1, 1.0
+        scale = to.ops[last]
+        if isinstance(scale, Scale) and scale.in_place and scale.weight is None and name_of(scale.x) == self.out:
+            last, factor = last + 1, scale.factor
+        activate = to.ops[last]
+        if not isinstance(activate, Activate) or activate.x != self.out:
+            return False
+        act = to.rounded(to.written(last))
+        gemm = self._arguments(to, at, to.held_as(to.written(at), "Gates"), accumulate=False)
+        to.emit("GateUp", gemm=gemm, act=act, factor=factor, **activate.native_arguments(act.value.width))
+        to.done |= set(range(at + 1, last + 1))
+        return True
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return to.gemm_shape(self.group)[1].outputs
+
+    def formula(self) -> str:
+        """See `Op.formula`."""
+        return f"{self.out} ← gemm[{self.group.name}] {' '.join(map(str, self.reads))}"

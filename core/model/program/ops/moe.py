@@ -1,0 +1,200 @@
+"""Mixtures of experts.
+
+Tests: tests/core/test_experts.py, tests/core/layers/test_sink_experts.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...specs.feed_forward import Experts
+from ...specs.query_experts import QueryExperts
+from ..layer_program import Kept
+from ..op import LATE, ROUTED, NoNativeOp, Op, Read, name_of
+
+if TYPE_CHECKING:
+    from ..lowering import Lowering
+    from ..native_binding import LayerBinding
+    from ..torch_step import OpContext, Run, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Moe(Op):
+    """A mixture of experts, and what adapters add to them. routed: the router's input, where it is another one."""
+
+    READS = ("x", "routed")
+    WRITES = ("out",)
+    SLOTS = ("experts",)
+    ROUNDED = True
+
+    x: Read
+    routed: Read | None
+    out: str
+    spec: Experts
+    experts: str = "experts"
+    bias: str = "experts_bias"
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from ...moe.experts import lora_of, mix_by_modality, mix_experts
+        from ...moe.mixture_lora import MixtureLora
+        from ...weights.slots import IMAGE_EXPERTS
+        from ..torch_experts import backend_of, launches
+
+        read, index, spec = at.reader(self.x), at.index, self.spec
+        routed_of = None if self.routed is None else at.reader(self.routed)
+
+        def run(step: Step) -> None:
+            names, experts, lora = step.names, step.layers[index][self.experts], step.batch.lora
+            added = None if lora is None else lora.mixture(index)
+            routed = None if routed_of is None else routed_of(names)
+            if spec.sees and (of_images := step.batch.image_tokens) is not None:
+                both = experts, step.layers[index][IMAGE_EXPERTS]
+                names[self.out] = mix_by_modality(read(names), both, spec, of_images, lora_of(added, MixtureLora))
+                return
+            launched = launches(backend_of(step, experts))
+            y = mix_experts(read(names), experts, spec, added, routed, launches=launched)
+            bias = step.layers[index].get(self.bias)
+            y = y if bias is None else y + bias
+            out = step.kept.get(Kept(self.out, y.shape[1:]))
+            names[self.out] = y if out is None else out.copy_(y)
+
+        return run
+
+    @property
+    def router_reads(self) -> str:
+        """The buffer that the router reads."""
+        return name_of(self.x if self.routed is None else self.routed)
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ...moe.experts import what_native_lacks
+
+        if (lack := what_native_lacks(self.spec)) is not None:
+            raise NoNativeOp(lack)
+        if self.out == LATE:
+            raise NoNativeOp("mixture that is added behind the next layer")
+        x = to.read_rounded(at, self.x)
+        to.route(x if self.routed is None else to.read_rounded(at, self.routed))
+        to.arrive()
+        own = {"layer": to.index, "experts": _mixture_address, "targets": _mixture_targets}
+        to.emit("Moe", x=x, **own)
+        to.give(at, lambda out, _: to.emit("Combine", out=out, **own))
+
+    def detail(self) -> str:
+        """See `Op.detail`."""
+        shared = f", and one of {self.spec.shared_size} for all" if self.spec.shared_size else ""
+        return f"{chosen_of(self.spec, f'{self.spec.size}')}{shared}"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert(Op):
+    """The shared expert of a mixture whose others read latents, and what adapters add to it."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("experts",)
+    LACKS = "shared expert beside experts of latents"
+
+    x: Read
+    out: str
+    spec: Experts
+    experts: str = "experts"
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from ...moe.experts import shared_expert as of_shared
+
+        read, index = at.reader(self.x), at.index
+
+        def run(step: Step) -> None:
+            experts, lora = step.layers[index][self.experts], step.batch.lora
+            added = None if lora is None else lora.mixture(index)
+            step.names[self.out] = of_shared(read(step.names), experts, self.spec, added)
+
+        return run
+
+    def detail(self) -> str:
+        """See `Op.detail`."""
+        return f"width {self.spec.shared_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWithSinks(Op):
+    """A mixture of experts, and of sinks: see `Experts.sinks`."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("experts", "sinks")
+    LACKS = "mixture with experts of all tokens that its router weighs"
+
+    x: Read
+    out: str
+    spec: Experts
+    experts: str = "experts"
+    sinks: str = "sink_experts"
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from ...moe.sink_experts import mix_with_sinks
+
+        read, index = at.reader(self.x), at.index
+
+        def run(step: Step) -> None:
+            weights, lora = step.layers[index], step.batch.lora
+            added = None if lora is None else lora.mixture(index)
+            y = mix_with_sinks(read(step.names), weights[self.experts], weights[self.sinks], self.spec, added)
+            out = step.kept.get(Kept(self.out, y.shape[1:]))
+            step.names[self.out] = y if out is None else out.copy_(y)
+
+        return run
+
+    def detail(self) -> str:
+        """See `Op.detail`."""
+        return (
+            f"{chosen_of(self.spec, f'{self.spec.size}')}, and {self.spec.sinks} for all, which the router weighs, too"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CarryRouted(Op):
+    """`out = x + weight · before`, which the next layer's router takes on; without a weight `out = x`."""
+
+    READS = ("x", "before")
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+    LACKS = "router that goes over layers"
+
+    x: str
+    before: str | None = None
+    weight: str | None = None
+    out: str = ROUTED
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        index = at.index
+
+        def run(step: Step) -> None:
+            names = step.names
+            x = names[self.x]
+            if self.before is not None and self.weight is not None:
+                x = x + names[self.before] * step.layers[index][self.weight]
+            memory = step.kept.get(Kept(self.out, x.shape[1:]))
+            names[self.out] = x if memory is None else memory.copy_(x)
+
+        return run
+
+
+def chosen_of(spec: Experts | QueryExperts, what: str) -> str:
+    """How many experts of what there are, and how a token's are chosen; for people."""
+    routing = spec.routing
+    return f"{spec.count} experts of {what}, {routing.per_token} for each token by {routing.scoring}"
+
+
+def _mixture_address(at: LayerBinding) -> Any:
+    return None if at.mixture is None else at.mixture.weights
+
+
+def _mixture_targets(at: LayerBinding) -> Any:
+    return None if at.mixture is None else at.mixture.targets

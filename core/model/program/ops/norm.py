@@ -1,0 +1,147 @@
+"""Norms: of rows, of heads, of parts.
+
+Tests: tests/core/paths, tests/core/layers/test_inner_norms.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...specs.norms import NormSpec
+from ..op import Op, Read
+from .moe import Moe
+
+if TYPE_CHECKING:
+    from ..lowering import Lowering
+    from ..torch_step import OpContext, Run, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Op):
+    """`out = norm(x)`, with statistics in float32. With `added` (a peephole's), x becomes `x + added` first."""
+
+    READS = ("x", "added")
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+
+    x: Read
+    out: str
+    weight: str
+    norm: NormSpec
+    added: str | None = None
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from ..torch_norm import normed
+
+        read, index, slot, out, added, norm = at.reader(self.x), at.index, self.weight, self.out, self.added, self.norm
+
+        def run(step: Step) -> None:
+            names = step.names
+            y = None if added is None else names[added]
+            names[out] = normed(read(names), step.layers[index][slot], norm, y)
+
+        return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ...native_names import native_norm
+        from ..native_binding import weight_of
+
+        x, column, width = to.read(at, self.x)
+        out, kind = to.out(to.written(at)), native_norm(self.norm.kind)
+        to.need(f"NormKind.{kind}", f"norm of the kind {self.norm.kind}")
+        own = {"norm": kind, "eps": self.norm.eps, "weight": weight_of(self.weight)}
+        to.emit("Norm", x=x, column=column, width=width, out=out, **own)
+        is_routed = (isinstance(op, Moe) and op.router_reads == out.value.name for op in to.readers(out.value))
+        if out.memory == "Rounded" and any(is_routed):  # best in the pass over tokens that has made it
+            to.route(out, ahead=True)
+
+    def detail(self) -> str:
+        """See `Op.detail`."""
+        return f"{self.norm.kind}, eps {self.norm.eps:g}: {self.weight}"
+
+
+@dataclass(frozen=True, slots=True)
+class NormHeads(Op):
+    """The norm of each head's elements, without weights. x: `[tokens, heads · width]`."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    LACKS = "norm of each head's output"
+
+    x: str
+    out: str
+    width: int
+    eps: float
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        import torch
+
+        from .....ops.elementwise.elementwise import rms_norm
+
+        ones = torch.ones(self.width, device=at.model.device)
+
+        def run(step: Step) -> None:
+            x = step.names[self.x]
+            step.names[self.out] = rms_norm(x.reshape(-1, self.width), ones, self.eps).view(len(x), -1)
+
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class NormScaled(Op):
+    """The norm of `weight · x`, without weights of its own."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+    LACKS = "norm of a part's output that is scaled first"
+
+    x: str
+    out: str
+    weight: str
+    eps: float
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from .....ops.elementwise.elementwise import scaled_norm
+
+        index = at.index
+
+        def run(step: Step) -> None:
+            step.names[self.out] = scaled_norm(step.names[self.x], step.layers[index][self.weight], self.eps)
+
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class NormParts(Op):
+    """The RMS norm of each part of x that is as wide as the weight."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+
+    x: str
+    out: str
+    weight: str
+    eps: float
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from .....ops.elementwise.elementwise import rms_norm
+
+        index = at.index
+
+        def run(step: Step) -> None:
+            x, weight = step.names[self.x], step.layers[index][self.weight]
+            step.names[self.out] = rms_norm(x.reshape(-1, len(weight)), weight, self.eps).view(x.shape)
+
+        return run
+
+    def detail(self) -> str:
+        """See `Op.detail`."""
+        return f"each layer's part, eps {self.eps:g}: {self.weight}"
