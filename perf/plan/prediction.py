@@ -121,9 +121,7 @@ def predicted_profile(
             "not count"
         )
     size, layers = _BYTES[model.dtype], model.num_layers
-    # the parts of layers, of which those that were measured have two
-    parts = ((it.mixer, it.feed_forward, it.mixer_beside, it.block) for it in model.layers)
-    whole = sum(part is not None for own in parts for part in own) / 2
+    whole = sum(it.num_parts for it in model.layers) / 2  # of those that were measured, each has two
     every = [each for layer in model.projections.layers for each in layer]
     in_experts = sum(each.num_weights for each in every if each.experts)
     in_layers = sum(each.num_weights for each in every) - in_experts

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 from ..checkpoints.pull import PullError, resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ...core.model.specs.attention import AttentionSpec
     from ...core.model.specs.config import ModelConfig
     from ...core.model.specs.feed_forward import Experts
-    from ...core.model.specs.layers import LayerSpec
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,19 +144,6 @@ def _images(directory: Path, model: ModelConfig) -> list[str]:
     return [f"images: served {where}, with adapters of the vision tower"]
 
 
-def _verb(layers: Sequence[LayerSpec]) -> str:
-    """What layers do with a mixer that has a state."""
-    from ...core.model.specs.head_conv import HeadConvSpec
-
-    if any(isinstance(layer.convs, HeadConvSpec) for layer in layers):
-        return "have, before attention,"
-    return (
-        "are"
-        if all(layer.mixer_beside is None and layer.convs is None for layer in layers)
-        else "have, beside attention,"
-    )
-
-
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.read_config import family_of, read_model_config
@@ -186,7 +170,8 @@ def described(directory: Path) -> list[str]:
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
     if recurrent := model.recurrent:
-        lines.append(f"{model.num_recurrent_layers} layers {_verb(model.layers)} {recurrent.described()}")
+        verb = next(layer.verb for layer in model.layers if layer.recurrent)
+        lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
     if (lookup := model.lookup) is not None:
         lines.append(f"{model.num_lookups} layers have {lookup.described()}, in the host's memory")
     if blocks := [layer.block.first for layer in model.layers if layer.block]:

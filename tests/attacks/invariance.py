@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer
@@ -234,7 +235,7 @@ def _latents(rng: random.Random) -> AttentionSpec:
 def _spec(rng: random.Random, drawn: AttentionSpec, ffn: int, *, plain: bool) -> LayerSpec:
     """How a layer computes: a plain one, or with some features of other families."""
     if plain:
-        return LayerSpec(drawn, GatedSpec(ffn), Norms.BEFORE)
+        return DecoderLayer(drawn, GatedSpec(ffn), Norms.BEFORE)
     if drawn.latent is None:
         dim = rng.choice((drawn.head_dim, drawn.head_dim, drawn.head_dim // 4 * 2, 0))
         drawn = replace(
@@ -246,7 +247,7 @@ def _spec(rng: random.Random, drawn: AttentionSpec, ffn: int, *, plain: bool) ->
         )
     norms = rng.choice((*(Norms.BEFORE,) * 6, Norms.AROUND, Norms.AFTER, Norms.PARALLEL, Norms.PARALLEL))
     part = GatedSpec(ffn, rng.choice((Activation.SILU, Activation.GELU_TANH)))
-    return LayerSpec(drawn, part, norms, residual_multiplier=rng.choice((1.0, 1.0, 0.3)))
+    return DecoderLayer(drawn, part, norms, residual_multiplier=rng.choice((1.0, 1.0, 0.3)))
 
 
 def _parts(rng: random.Random, table: Projections) -> list[AdapterPart]:

@@ -20,9 +20,10 @@ def test_counts_functions_of_the_engine_alone():
 
 @pytest.mark.parametrize(
     ("kernels", "arrives", "most"),
-    [("native", False, 11), ("torch", False, 17), ("native", True, 31), ("torch", True, 36)],
+    [("native", False, 11), ("torch", False, 27), ("native", True, 31), ("torch", True, 45)],
 )
 def test_a_step_enters_few_files(kernels, arrives, most):
+    """Of torch, seven are ops: a file for each noun that `chorus models --program` prints."""
     assert len(of_cpu(kernels, arrives)) <= most
 
 

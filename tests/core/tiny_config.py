@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.specs.feed_forward import GatedSpec
-from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 
@@ -13,7 +13,7 @@ LLAMA = ModelConfig(
     "LlamaForCausalLM",
     vocab_size=96,
     hidden_size=32,
-    layers=(LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False), GatedSpec(48)),) * 2,
+    layers=(DecoderLayer(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False), GatedSpec(48)),) * 2,
     norm=NormSpec(1e-5),
     max_position_embeddings=64,
     tie_word_embeddings=True,

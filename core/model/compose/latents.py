@@ -84,14 +84,17 @@ def latent_out(b: Build, a: AttentionSpec, x: Value, rows: Value) -> Value:
     return attended(b, a, latent_queries(b, a, own, rows), own.kept, take_gates(b, a, own.gates))
 
 
-def latent_queries(b: Build, a: AttentionSpec, own: Inputs, rows: Value) -> Read:
-    """Queries; an indexer's are made beside them, of their latents. rows: the layer's normalised input."""
+def latent_queries(b: Build, a: AttentionSpec, own: Inputs, rows: Value, bias_factor: float = 1.0) -> Read:
+    """Queries; an indexer's are made beside them, of their latents.
+
+    rows: the layer's normalised input. bias_factor: see `Projection`.
+    """
     latent, index = latent_of(a), a.indexer
     if not latent.q_rank:
         return own.queries
     low = normed_latent(b, latent, own.queries)
     if index is None:
-        return queries_of(b, a, low)
+        return queries_of(b, a, low, bias_factor=bias_factor)
     both = queries_of(b, a, low, Proj("self_attn.indexer.wq_b", index.query_size))
     put_index(b, index, View(both, -index.query_size), own, rows)
     return View(both, 0, -index.query_size)
@@ -104,11 +107,13 @@ def normed_latent(b: Build, latent: LatentSpec, x: Read) -> Value:
     return b.put(Norm(x, "ql", "q_norm", NormSpec(latent.eps)), latent.q_rank)
 
 
-def queries_of(b: Build, a: AttentionSpec, low: Value, *further: Proj, gate: int = 0) -> Value:
+def queries_of(
+    b: Build, a: AttentionSpec, low: Value, *further: Proj, gate: int = 0, bias_factor: float = 1.0
+) -> Value:
     """Queries of their latents, and what is further. gate: elements of gates behind each head's query."""
     latent = latent_of(a)
-    width, factor = a.num_heads * (a.query_dim + gate), latent.q_factor if latent.scales_queries else 1.0
-    own = Proj("self_attn.q_b_proj", width, a.num_heads, form=latent.form, bias_factor=factor)
+    width = a.num_heads * (a.query_dim + gate)
+    own = Proj("self_attn.q_b_proj", width, a.num_heads, form=latent.form, bias_factor=bias_factor)
     return b.linear("q_up", low, "qh", own, *further)
 
 

@@ -18,7 +18,7 @@ _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 
 def dense(b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
     """What the part adds."""
-    return down(b, spec, gate_up(b, spec, rows))
+    return down(b, spec, activated(b, spec, gate_up(b, spec, rows)))
 
 
 def gate_up(b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
@@ -28,8 +28,8 @@ def gate_up(b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
     return b.linear("gate_up", rows, "gu", *own)
 
 
-def down(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
-    """What the part adds, of what `gate_up` gave."""
+def activated(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
+    """What `down` reads, of what `gate_up` gave."""
     if isinstance(spec, GatedSpec):
         if spec.gate_factor != 1.0:
             b.put(Scale(View(gu, 0, spec.size), gu, spec.gate_factor, in_place=True), gu.width)
@@ -39,9 +39,11 @@ def down(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
     if spec.activation is UngatedActivation.XIELU:
         own = (SlotTensor(f"mlp.act_fn.{each}", (1,)) for each in _XIELU)
         parameters = b.weight("xielu", *own, keep=Keep.FLOAT32)
-    f = b.activate(gu, spec.activation, "f", parameters)
-    if isinstance(spec, GatedSpec) and spec.inner_norm:
-        f = b.norm("mlp_inner_norm", f, "f", path="mlp.ffn_sub_norm")
+    return b.activate(gu, spec.activation, "f", parameters)
+
+
+def down(b: Build, spec: GatedSpec | UngatedSpec, f: Value) -> Value:
+    """What the part adds, of what `activated` gave."""
     own = Proj("mlp.down_proj", b.hidden, spec.size, spec.bias, form=spec.form)
     y = b.reduce(b.linear("down", f, "y", own, rows=True))
     return b.scale(y, spec.factor if isinstance(spec, GatedSpec) else 1.0)

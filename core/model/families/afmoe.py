@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import glm_moe, reading, rotary
@@ -44,7 +44,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     whole, local = replace(attention, rope=None), replace(attention, window=window)
     plain = reading.gated(fields)
     layers = [
-        LayerSpec(local if kind == reading.SLIDING else whole, experts if index >= first else plain, Norms.AROUND)
+        DecoderLayer(local if kind == reading.SLIDING else whole, experts if index >= first else plain, Norms.AROUND)
         for index, kind in enumerate(types)
     ]
     scale = fields.integer("hidden_size") ** 0.5 if fields.boolean("mup_enabled") else 1.0

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH)
-    layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.XIELU))
+    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.XIELU))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from . import reading, rotary
 
@@ -17,7 +17,7 @@ def _model(fields: ConfigJson, norm: NormSpec) -> ModelConfig:
     rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     feed_forward = reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=fields.boolean("mlp_bias"))
-    return reading.dense(fields, [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers"), norm)
+    return reading.dense(fields, [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers"), norm)
 
 
 def _read_arcee(fields: ConfigJson) -> ModelConfig:

@@ -7,11 +7,11 @@ Tests: tests/core/test_experts.py, tests/core/test_text_parts.py
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Activation, Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -26,7 +26,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
     if experts.activation is not Activation.SILU:
         raise fields.refuse("hidden_act", "transformers changes that of shared experts alone; only silu is supported")
-    layers = [LayerSpec(rotary.attention(fields), experts)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(rotary.attention(fields), experts)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

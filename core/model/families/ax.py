@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.ax import AxLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.norms import NormGates, Norms
+from ..specs.norms import Norms
 from . import glm_moe, latent, reading
+
+#: The norms before the parts of a layer with experts; others gate the first alone.
+_BOTH = ("attention_norm", "mlp_norm")
 
 
 def _read_k1(fields: ConfigJson) -> ModelConfig:
@@ -35,20 +39,16 @@ def _read_k2(fields: ConfigJson) -> ModelConfig:
     routing = replace(reading.routing_in_groups(fields), other_score=0.0)
     mixers = [_gated(each) for each in latent.indexed(fields, interleaved=False)]
     model = glm_moe.model(_without_drafts(fields), mixers, _NAMES_K2, has_experts=has_experts, routing=routing)
-    first, both = (NormGates(rank, norms) for norms in (("attention_norm",), ("attention_norm", "mlp_norm")))
-    layers = [replace(each, norm_gates=both if each.experts else first) for each in model.layers]
+    layers = [
+        AxLayer(each.mixer, each.feed_forward, rank=rank, gated=_BOTH if each.experts else _BOTH[:1])
+        for each in model.layers
+    ]
     return replace(model, layers=tuple(layers))
 
 
 def _gated(mixer: AttentionSpec) -> AttentionSpec:
-    """Attention whose queries and gates are made of their latents with and without a norm."""
-    assert mixer.latent is not None and mixer.indexer is not None, "`latent.indexed` gives both"
-    return replace(
-        mixer,
-        output_gate=OutputGate.BESIDE_QUERIES,
-        latent=replace(mixer.latent, both=True),
-        indexer=replace(mixer.indexer, apart=True),
-    )
+    """Attention with gates, which stand beside queries."""
+    return replace(mixer, output_gate=OutputGate.BESIDE_QUERIES)
 
 
 def _has_experts(fields: ConfigJson) -> list[bool]:

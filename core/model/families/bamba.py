@@ -5,10 +5,10 @@ Tests: tests/core/layers/test_hybrids.py
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
@@ -20,7 +20,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
     mamba, attends = mamba_2(fields), set(fields.indices("attn_layer_indices"))
     layers = [
-        LayerSpec(attention if index in attends else mamba, feed_forward)
+        DecoderLayer(attention if index in attends else mamba, feed_forward)
         for index in range(fields.integer("num_hidden_layers"))
     ]
     return reading.dense(fields, layers, reading.rms_norm(fields))

@@ -5,23 +5,20 @@ Tests: tests/core/layers/test_inner_norms.py, tests/core/paths
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from ..compose.layers.bitnet import BitNetLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_TENSORS
 from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    attention = rotary.attention(fields, inner_norm=True)
+    attention = rotary.attention(fields)
     if attention.q_size != fields.integer("hidden_size"):
         why = f"the norm of attention's output is as wide as hidden_size; heads have {attention.q_size} elements"
         raise fields.refuse("head_dim", why)
-    feed_forward = replace(reading.gated(fields), inner_norm=True)
-    layers = [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers")
+    layers = [BitNetLayer(attention, reading.gated(fields))] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation, UngatedSpec
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading
@@ -35,7 +35,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     slopes = tuple(_slopes(heads.num_heads))
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None, qkv_bias=True, o_bias=True, slopes=slopes)
     feed_forward = UngatedSpec(4 * fields.integer("hidden_size"), UngatedActivation.GELU_TANH, bias=True)
-    layers = [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers")
     positions = fields.integer("max_position_embeddings", fields.integer("seq_length", _TRAINED))
     fields = fields.with_values({"max_position_embeddings": positions})
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_epsilon"), embedding_norm=True)
@@ -72,7 +72,7 @@ def _read_mpt(fields: ConfigJson) -> ModelConfig:
         clip=reading.optional_number(own, "clip_qkv"),
     )
     feed_forward = UngatedSpec(4 * fields.integer("hidden_size"), UngatedActivation.GELU)
-    layers = [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers")
     eps = fields.number("layer_norm_epsilon", None if fields.has("layer_norm_epsilon") else 1e-5)
     return reading.dense(fields, layers, NormSpec(eps, NormKind.LAYER, wide=True))
 

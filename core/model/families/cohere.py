@@ -9,8 +9,10 @@ Tests: tests/core/test_families.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
@@ -30,7 +32,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     types = reading.layer_types(fields, pattern)
     window = reading.checked_window(fields, types)
     layers = [
-        LayerSpec(
+        DecoderLayer(
             AttentionSpec(
                 *heads,
                 scale=heads.head_dim**-0.5,
@@ -76,7 +78,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     )
     plain = experts if all(has_experts) else reading.gated(fields, size="prefix_dense_intermediate_size")
     layers = [
-        LayerSpec(
+        DecoderLayer(
             AttentionSpec(
                 *heads,
                 scale=heads.head_dim**-0.5,
@@ -122,7 +124,7 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    layers = [LayerSpec(attention, reading.gated(fields), Norms.PARALLEL)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, reading.gated(fields), Norms.PARALLEL)] * fields.integer("num_hidden_layers")
     return _model(fields, layers)
 
 
@@ -136,7 +138,7 @@ def _read_compass(fields: ConfigJson) -> ModelConfig:
     ropes = {kind: _rope_of_type(fields, kind, heads.head_dim) for kind in dict.fromkeys(types)}
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None, qkv_bias=bias, o_bias=bias)
     layers = [
-        LayerSpec(replace(attention, rope=ropes[kind], window=window), reading.gated(fields), Norms.PARALLEL)
+        DecoderLayer(replace(attention, rope=ropes[kind], window=window), reading.gated(fields), Norms.PARALLEL)
         for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
     ]
     norm = NormSpec(fields.number("layer_norm_eps"), NormKind.LAYER, wide=True)
@@ -150,7 +152,7 @@ def _rope_of_type(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig | 
     return rotary.rope_of_type(fields, head_dim, rotary.whole_rope(fields, kind, {}))
 
 
-def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:
+def _model(fields: ConfigJson, layers: Sequence[LayerSpec]) -> ModelConfig:
     norm = NormSpec(fields.number("layer_norm_eps"), NormKind.LAYER, wide=True)
     return reading.dense(fields, layers, norm, logits_scale=fields.number("logit_scale"))
 

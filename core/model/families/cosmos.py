@@ -5,11 +5,11 @@ Tests: tests/core/test_text_parts.py
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -20,7 +20,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise rotary.rope_fields(fields).refuse("rope_type", "transformers takes default alone for this family")
     rotary.check_sections(fields, attention.rope, _SECTIONS)
     bias = fields.boolean("mlp_bias")
-    layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=bias))
+    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=bias))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 

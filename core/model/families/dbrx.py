@@ -5,12 +5,12 @@ Tests: tests/core/test_experts.py, tests/core/paths
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import TensorNames
 from . import gpt_2, reading, rotary
@@ -48,7 +48,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         size="ffn_hidden_size",
         per_token="moe_top_k",
     )
-    layers = [LayerSpec(attention, experts)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, experts)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, NormSpec(1e-5, NormKind.LAYER, wide=True))
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..compose.layers.diffllama import DiffLlamaLayer
 from ..config_json import ConfigJson
 from ..specs.attention import DifferenceSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_TENSORS
 from . import reading, rotary
 
@@ -27,7 +27,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = replace(own, head_dim=2 * key, value_dim=key)
     feed_forward = reading.gated(fields)
     layers = [
-        LayerSpec(replace(attention, difference=DifferenceSpec(_first(index), key)), feed_forward)
+        DiffLlamaLayer(attention, feed_forward, difference=DifferenceSpec(_first(index), key))
         for index in range(fields.integer("num_hidden_layers"))
     ]
     return reading.dense(fields, layers, reading.rms_norm(fields))

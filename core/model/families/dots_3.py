@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from ..compose.layers.dots_3 import Dots3Layer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, OutputGate
 from ..specs.config import ModelConfig
@@ -45,7 +46,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
     if experts.count < 2 * experts.routing.groups:
         raise fields.refuse("n_routed_experts", "a group must have at least two")
-    layers = reading.layers_with_experts(fields, [mixers[kind] for kind in types], experts, _has_experts(fields))
+    has_experts = _has_experts(fields)
+    layers = reading.layers_with_experts(fields, [mixers[kind] for kind in types], experts, has_experts, Dots3Layer)
     drafts = (f"{prefix}{part}." for prefix in TENSORS.prefixes for part in (f"layers.{len(types)}", "mtp"))
     tensors = replace(TENSORS, left_out=(*TENSORS.left_out, *drafts))
     return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
@@ -113,7 +115,6 @@ def _mixer(fields: ConfigJson, kind: str, types: list[str]) -> AttentionSpec:
             eps=reading.rms_norm(fields).eps,
             q_factor=(hidden / sizes.q_rank) ** 0.5,
             kv_factor=(hidden / sizes.kv_rank) ** 0.5,
-            norms_key=True,
             form=form,
         ),
     )

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import (
     CORRECTION,
     IMAGE_CORRECTION,
@@ -46,7 +46,7 @@ def _read_ocr(fields: ConfigJson) -> ModelConfig:
 
 
 def _model(fields: ConfigJson, attention: AttentionSpec) -> ModelConfig:
-    layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("use_bias")))
+    layer = DecoderLayer(attention, reading.gated(fields, bias=fields.boolean("use_bias")))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import AFTER_NORMS, CORRECTION, LLAMA_TENSORS, TEXT_AND_IMAGES, TensorNames
 from . import glm_moe, llama, reading, rotary
@@ -39,7 +39,7 @@ def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layers = [LayerSpec(each, reading.gated(fields), Norms.AFTER) for each in attentions(fields, _pattern(fields))]
+    layers = [DecoderLayer(each, reading.gated(fields), Norms.AFTER) for each in attentions(fields, _pattern(fields))]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

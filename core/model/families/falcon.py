@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading, rotary
@@ -35,7 +35,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     norms, names = _norms(fields, is_new=is_new)
     feed_forward = reading.ungated(fields, "activation", default=UngatedActivation.GELU, bias=bias)
-    layers = [LayerSpec(attention, feed_forward, norms)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward, norms)] * fields.integer("num_hidden_layers")
     found = reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_epsilon"))
     by_unit = (_QKV,) if is_new or not one else ()
     return replace(found, tensors=replace(_NAMES, names={**_NAMES.names, **names}, by_unit=by_unit))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.falcon_h1 import FalconH1Layer, MixerBeside
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import GatedSpec
-from ..specs.layers import LayerSpec, MixerBeside
 from . import reading, rotary
 from .bamba import BAMBA
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
@@ -30,7 +30,7 @@ _FACTORS = (
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layer = LayerSpec(_attention(fields), _gated(fields), mixer_beside=_beside(fields))
+    layer = FalconH1Layer(_attention(fields), _gated(fields), beside=_beside(fields))
     return reading.dense(
         fields,
         [layer] * fields.integer("num_hidden_layers"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from . import reading, rotary
@@ -29,7 +29,7 @@ def read_layers(
     has_scale = fields.states("query_pre_attn_scalar", heads.head_dim)
     scale = fields.integer("query_pre_attn_scalar") if has_scale else heads.head_dim
     layers = [
-        LayerSpec(
+        DecoderLayer(
             AttentionSpec(
                 *heads,
                 scale=scale**-0.5,

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from ..compose.layers.gemma_3n import Gemma3nLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import GatedSpec
-from ..specs.layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
+from ..specs.layers import LayerInputSpec, MediaTokens, StreamsSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import gemma_3, gemma_4, reading, rotary
@@ -35,7 +36,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         first_for_others=True,
     )
     layers = [
-        LayerSpec(
+        Gemma3nLayer(
             AttentionSpec(
                 *heads,
                 scale=1.0,
@@ -51,7 +52,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             feed_forward,
             Norms.AROUND,
             input_size=inputs.size,
-            streams=streams,
+            altup=streams,
         )
         for index, (seen, feed_forward) in enumerate(zip(types, _feed_forwards(fields), strict=True))
     ]

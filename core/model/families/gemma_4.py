@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 from ...requests.blocks import Blocks
+from ..compose.layers.gemma_4 import Gemma4Layer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Experts, Routing
-from ..specs.layers import LayerInputSpec, LayerSpec
+from ..specs.layers import LayerInputSpec
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
@@ -51,7 +52,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     if not fields.boolean("use_double_wide_mlp"):
         wide = feed_forward
     layers = [
-        LayerSpec(
+        Gemma4Layer(
             AttentionSpec(
                 *shape,
                 scale=1.0,
@@ -67,7 +68,6 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             ),
             wide if index >= first_shared else feed_forward,
             Norms.AROUND,
-            scaled=True,
             input_size=0 if inputs is None else inputs.size,
             beside=experts,
         )

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from ..specs.vision import SEES
@@ -32,7 +32,7 @@ def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -
             rope=rope,
             qkv_bias=qkv_bias or fields.boolean("attention_bias"),
         )
-        layer = LayerSpec(attention, reading.gated(fields), norms)
+        layer = DecoderLayer(attention, reading.gated(fields), norms)
         return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
     return read

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.hyper import HyperConnectedLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -47,7 +48,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     for layer in model.layers:
         own = layer.feed_forward
         own = replace(own, activation=limit) if isinstance(own, Experts | GatedSpec) else own
-        layers.append(replace(layer, streams=streams, feed_forward=own))
+        layers.append(HyperConnectedLayer(layer.mixer, own, connections=streams))
     return replace(model, layers=tuple(layers))
 
 

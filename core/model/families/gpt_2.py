@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.positions import PositionTable
 from ..specs.tensor_names import TensorNames
@@ -91,7 +91,7 @@ def _model(fields: ConfigJson, kv_heads: int, *, by_layer: bool = False) -> Mode
     for layer in range(fields.integer("num_hidden_layers")):
         scale = factor / (layer + 1) if by_layer else factor
         attention = AttentionSpec(*heads, scale=scale, rope=None, qkv_bias=True, o_bias=True)
-        layers.append(LayerSpec(attention, feed_forward))
+        layers.append(DecoderLayer(attention, feed_forward))
     norm = reading.layer_norm(fields, "layer_norm_epsilon")
     return reading.dense(fields, layers, norm, position_table=positions(fields))
 
@@ -102,7 +102,7 @@ def _read_neo(fields: ConfigJson) -> ModelConfig:
     plain = AttentionSpec(*heads, scale=1.0, rope=None, o_bias=True)
     local = replace(plain, window=fields.integer("window_size"))
     feed_forward = reading.ungated(fields, "activation_function", default=UngatedActivation.GELU_TANH, bias=True)
-    layers = [LayerSpec(local if each else plain, feed_forward) for each in _has_window(fields)]
+    layers = [DecoderLayer(local if each else plain, feed_forward) for each in _has_window(fields)]
     norm = reading.layer_norm(fields, "layer_norm_epsilon")
     return reading.dense(fields, layers, norm, position_table=positions(fields))
 

@@ -4,12 +4,12 @@ output projection. Rotary embedding turns neighbouring elements of a part of eac
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
@@ -25,7 +25,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     rope = RopeConfig(turned, 10000.0, interleaved=True)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope)
     feed_forward = reading.ungated(fields, "activation_function", default=UngatedActivation.GELU_TANH, bias=True)
-    layers = [LayerSpec(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_epsilon"), head_bias=True)
 
 

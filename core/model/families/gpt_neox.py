@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading, rotary
@@ -31,7 +31,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU, bias=True)
     norms = Norms.PARALLEL_APART if fields.boolean("use_parallel_residual") else Norms.BEFORE
-    layers = [LayerSpec(attention, feed_forward, norms)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward, norms)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
 
 
@@ -43,7 +43,7 @@ def _read_japanese(fields: ConfigJson) -> ModelConfig:
     width = fields.integer("hidden_size") * fields.integer("intermediate_multiple_size")
     fields = fields.with_values({"intermediate_size": width})
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU)
-    layers = [LayerSpec(replace(attention, o_bias=at == count - 1), feed_forward) for at in range(count)]
+    layers = [DecoderLayer(replace(attention, o_bias=at == count - 1), feed_forward) for at in range(count)]
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import ClampedSwiglu, Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -33,7 +33,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         biased=True,
     )
     layers = [
-        LayerSpec(
+        DecoderLayer(
             AttentionSpec(
                 *heads,
                 scale=heads.head_dim**-0.5,

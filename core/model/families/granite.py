@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
@@ -38,7 +38,7 @@ def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts, *, rotates: bo
         qkv_bias=bias,
         o_bias=bias,
     )
-    layer = LayerSpec(attention, feed_forward, residual_multiplier=residual)
+    layer = DecoderLayer(attention, feed_forward, residual_multiplier=residual)
     layers = [layer] * fields.integer("num_hidden_layers")
     norm = reading.rms_norm(fields)
     model = reading.dense(fields, layers, norm, embedding_multiplier=embedding, logits_scale=1 / logits)

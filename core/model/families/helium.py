@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from . import reading, rotary
 
 
@@ -18,7 +18,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         rope=rotary.rope(fields, heads.head_dim, interleaved=True),
         qkv_bias=fields.boolean("attention_bias"),
     )
-    layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
+    layer = DecoderLayer(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields, wide=True))
 
 

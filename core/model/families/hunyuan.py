@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -40,7 +40,7 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layer = LayerSpec(_attention(fields), reading.gated(fields))
+    layer = DecoderLayer(_attention(fields), reading.gated(fields))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
@@ -63,7 +63,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     size = fields.integer("intermediate_size")
     routing = Routing(1, renormalised=True)
     experts = reading.experts(fields, routing, size="intermediate_size", per_token="moe_topk", shared_size=size)
-    layers = [LayerSpec(_attention(fields), experts)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(_attention(fields), experts)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.hyper import HyperConnectedLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, OutputGate
 from ..specs.config import ModelConfig
@@ -45,7 +46,7 @@ def _read_hy(fields: ConfigJson, *, sees: bool = False) -> ModelConfig:
     for layer in model.layers:
         own = layer.feed_forward
         own = replace(own, activation=limit, shared_activation=activation) if isinstance(own, Experts) else own
-        layers.append(replace(layer, streams=streams, feed_forward=own))
+        layers.append(HyperConnectedLayer(layer.mixer, own, connections=streams))
     return replace(model, layers=tuple(layers))
 
 

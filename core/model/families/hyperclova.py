@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
@@ -22,7 +22,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    layer = LayerSpec(
+    layer = DecoderLayer(
         attention,
         reading.gated(fields, bias=fields.boolean("mlp_bias")),
         Norms.AROUND if fields.boolean("use_post_norm") else Norms.BEFORE,

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..compose.layers.inkling import InklingLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, LogGrowth, RelativeSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.stream_convs import StreamConvSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading
@@ -45,7 +45,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     vocab, unpadded = fields.integer("vocab_size"), fields.optional("unpadded_vocab_size")
     beyond = max(0, vocab - (unpadded or vocab))
     layers = [
-        LayerSpec(mixer, feed_forward, convs=convs)
+        InklingLayer(mixer, feed_forward, convolutions=convs)
         for (mixer, convs), feed_forward in zip(_mixers(fields), _feed_forwards(fields), strict=True)
     ]
     norm = reading.rms_norm(fields)
@@ -127,7 +127,7 @@ def _feed_forwards(fields: ConfigJson) -> Iterator[Experts | GatedSpec]:
     routing = Routing(1, Scoring.SIGMOID, renormalised=True, factor=fields.number("route_scale"), corrected=True)
     sinks = fields.integer("n_shared_experts")
     experts = reading.experts(fields, routing, sinks=sinks, has_fixed_router=True)
-    dense = replace(reading.gated(fields), scaled=True)
+    dense = reading.gated(fields)
     for it in reading.mlp_layer_types(fields, reading.number_of(fields, "dense_mlp_idx")):
         yield experts if it else dense
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from . import reading, rotary
 
 
@@ -17,7 +17,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("qkv_bias", f"bias is {of_rest}; transformers computes only models with both or neither")
     rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=of_qkv, o_bias=of_qkv)
-    layer = LayerSpec(attention, reading.gated(fields, bias=of_rest))
+    layer = DecoderLayer(attention, reading.gated(fields, bias=of_rest))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 

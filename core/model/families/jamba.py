@@ -5,12 +5,12 @@ Tests: tests/core/layers/test_hybrid_paths.py, tests/core/paths
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
-from ..specs.layers import LayerSpec
 from ..specs.selective_scan import SelectiveScanSpec
 from ..specs.tensor_names import TensorNames
 from . import reading
@@ -35,7 +35,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if fields.integer("num_experts") > 1:
         mixture = reading.experts(fields, Routing(1), size="intermediate_size")
     layers = [
-        LayerSpec(
+        DecoderLayer(
             attention if _is_one(fields, "attn_layer", index) else mamba,
             mixture if _is_one(fields, "expert_layer", index) else dense,
         )

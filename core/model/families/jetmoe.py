@@ -5,12 +5,12 @@ Tests: tests/core/layers/test_query_experts.py, tests/core/paths
 
 from __future__ import annotations
 
+from ..compose.layers.jetmoe import JetMoeLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.query_experts import QueryExperts
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
@@ -26,10 +26,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     queries = QueryExperts(experts.count, experts.routing)
     count = fields.integer("num_key_value_heads") * queries.per_token
     heads = reading.heads(fields.with_values({"num_attention_heads": count}))
-    attention = AttentionSpec(
-        *heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim), query_experts=queries
-    )
-    layers = [LayerSpec(attention, experts)] * fields.integer("num_hidden_layers")
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim))
+    layers = [JetMoeLayer(attention, experts, queries=queries)] * fields.integer("num_hidden_layers")
     # transformers gives norms of layers no eps.
     return reading.dense(fields, layers, NormSpec(1e-6), last_norm=reading.rms_norm(fields))
 

@@ -7,11 +7,11 @@ Tests: tests/core/test_experts.py
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import exaone, glm, glm_moe, reading
@@ -22,7 +22,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("sliding_window", "transformers takes no null here; leave the field out for its default")
     routing = Routing(1, Scoring.SIGMOID_OF_CHOSEN, renormalised=fields.boolean("norm_topk_prob"), corrected=True)
     experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
-    layers = [LayerSpec(each, experts, Norms.AROUND) for each in exaone.attentions(fields, 5)]
+    layers = [DecoderLayer(each, experts, Norms.AROUND) for each in exaone.attentions(fields, 5)]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

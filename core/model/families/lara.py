@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Activation, Routing
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TensorNames
 from . import qwen3_5, reading, rotary
 
@@ -41,7 +41,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         reading.SLIDING: replace(attention, window=reading.checked_window(fields, types)),
         _LINEAR: qwen3_5.delta(fields, norm.eps),
     }
-    return reading.dense(fields, [LayerSpec(mixers[kind], experts) for kind in types], norm)
+    return reading.dense(fields, [DecoderLayer(mixers[kind], experts) for kind in types], norm)
 
 
 _PATTERN = (_LINEAR, reading.SLIDING, _LINEAR, reading.FULL, reading.SLIDING)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
 from . import latent, reading
 
@@ -20,7 +20,7 @@ def _model(fields: ConfigJson, *, interleaved: bool, residual: float = 1.0, **ot
     """interleaved: how rotated elements are paired. residual: see `LayerSpec.residual_multiplier`."""
     attention = latent.attention(fields, interleaved=interleaved)
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
-    layers = [LayerSpec(attention, feed_forward, residual_multiplier=residual)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward, residual_multiplier=residual)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.rms_norm(fields), **others)
 
 

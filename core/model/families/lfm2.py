@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.tensor_names import TensorNames
@@ -58,7 +58,7 @@ def _model(fields: ConfigJson, feed_forward: list[GatedSpec] | list[GatedSpec | 
     )
     mixers = {reading.FULL: attention, _CONV: conv}
     types = zip(_layer_types(fields), feed_forward, strict=True)
-    layers = [LayerSpec(mixers[kind], each) for kind, each in types]
+    layers = [DecoderLayer(mixers[kind], each) for kind, each in types]
     tied = "tie_embedding" if "tie_embedding" in fields.raw else "tie_word_embeddings"
     norm = NormSpec(fields.number("norm_eps"))
     return reading.dense(fields, layers, norm, tie_word_embeddings=fields.boolean(tied))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import GatedSpec
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.rope_config import RopeConfig
@@ -46,7 +46,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     )
     feed_forward = GatedSpec(fields.integer("intermediate_size"))
     norms = Norms.AROUND if fields.boolean("use_sandwich_norm") else Norms.BEFORE
-    layers = [LayerSpec(mixers[kind], feed_forward, norms) for kind in types]
+    layers = [DecoderLayer(mixers[kind], feed_forward, norms) for kind in types]
     return reading.dense(fields, layers, NormSpec(fields.number(reading.one_of(fields, "norm_eps", "rms_norm_eps"))))
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     attention = rotary.attention(fields)
-    layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
+    layer = DecoderLayer(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
@@ -30,7 +30,7 @@ def _read_windows(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim))
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
     types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
-    layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in reading.windows(fields, types)]
+    layers = [DecoderLayer(replace(attention, window=each), feed_forward) for each in reading.windows(fields, types)]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, QueryGrowth
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
@@ -28,7 +28,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     dense = experts if all(has_experts) else reading.gated(fields, size="intermediate_size_mlp")
     rotates = _rotates(fields, count)
     layers = [
-        LayerSpec(mixer, experts if it else dense)
+        DecoderLayer(mixer, experts if it else dense)
         for mixer, it in zip(_attention(fields, rotates), has_experts, strict=True)
     ]
     return reading.dense(fields, layers, reading.rms_norm(fields))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....memory.files.names.layer_numbers import LayerNumbers
+from ..compose.layers.longcat import LongCatLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Experts, Routing
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LATENT_NORMS, LLAMA_NORMS, TensorNames
 from . import latent, reading
 
@@ -36,11 +36,11 @@ def _read(fields: ConfigJson) -> ModelConfig:
     mixer = latent.attention(fields, interleaved=True)
     assert mixer.latent is not None, "`latent.attention` gives it"
     q_factor, kv_factor = ((hidden / rank) ** 0.5 for rank in (mixer.latent.q_rank, mixer.latent.kv_rank))
-    mixer = replace(mixer, latent=replace(mixer.latent, q_factor=q_factor, kv_factor=kv_factor, scales_queries=True))
+    mixer = replace(mixer, latent=replace(mixer.latent, q_factor=q_factor, kv_factor=kv_factor))
     part, experts = reading.gated(fields, size="ffn_hidden_size"), _experts(fields)
     pair = [
-        LayerSpec(mixer, part, beside=experts, is_late=True),
-        LayerSpec(mixer, part, takes_late=True),
+        LongCatLayer(mixer, part, shortcut=experts),
+        LongCatLayer(mixer, part),
     ]
     left_out = (
         *(f"model.layers.{_LAYERS * number}.mlp.router.classifier." for number in range(numbers)),  # of adapters

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from math import ceil
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.selective_scan import SelectiveScanSpec
 from ..specs.tensor_names import TensorNames
@@ -42,7 +42,7 @@ def _model(fields: ConfigJson, inner: NormSpec | None) -> ModelConfig:
     most = fields.integer("max_position_embeddings", MOST_TOKENS)
     return reading.dense(
         fields.with_values({"max_position_embeddings": most}),
-        [LayerSpec(mixer, None)] * fields.integer("num_hidden_layers"),
+        [DecoderLayer(mixer, None)] * fields.integer("num_hidden_layers"),
         NormSpec(fields.number("layer_norm_epsilon")),
     )
 

@@ -5,10 +5,10 @@ Tests: tests/core/layers/test_states_alone.py, tests/core/paths
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import MambaSpec
 from ..specs.tensor_names import TensorNames
@@ -45,7 +45,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         conv_bias=fields.boolean("use_conv_bias"),
         bias=fields.boolean("use_bias"),
     )
-    layers = [LayerSpec(mixer, None)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(mixer, None)] * fields.integer("num_hidden_layers")
     most = fields.integer("max_position_embeddings", MOST_TOKENS)
     return reading.dense(fields.with_values({"max_position_embeddings": most}), layers, norm)
 

@@ -6,6 +6,7 @@ Tests: tests/core/layers/test_narrow_values.py, tests/core/paths
 
 from __future__ import annotations
 
+from ..compose.layers.mimo import MiMoLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -49,7 +50,6 @@ def _read(fields: ConfigJson) -> ModelConfig:
             qkv_bias=bias,
             sinks=kind == SLIDING,
             value_dim=None if value == heads.head_dim else value,
-            value_factor=1.0 if factor is None else factor,
             form="full" if kind == FULL else "",
         )
         for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
@@ -57,7 +57,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if fields.is_null("routed_scaling_factor"):
         fields = fields.with_values({"routed_scaling_factor": 1.0})
     experts = reading.experts(fields, reading.routing_in_groups(fields))
-    layers = reading.layers_with_experts(fields, mixers, experts, reading.mlp_layer_types(fields, 1))
+    has_experts, own = reading.mlp_layer_types(fields, 1), 1.0 if factor is None else factor
+    layers = reading.layers_with_experts(fields, mixers, experts, has_experts, MiMoLayer, value_factor=own)
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

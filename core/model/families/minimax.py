@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -21,7 +21,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         head_norm=HeadNorm.ALL,
     )
     routing = Routing(1, Scoring.SIGMOID, renormalised=True, corrected=True)
-    layer = LayerSpec(attention, reading.experts(fields, routing, size="intermediate_size"))
+    layer = DecoderLayer(attention, reading.experts(fields, routing, size="intermediate_size"))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 

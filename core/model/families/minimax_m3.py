@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import ClampedSwiglu, GatedSpec, Routing, Scoring
 from ..specs.indexer import BlockIndexerSpec
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, FUSED_GATE_UP, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 from .reading import FULL
@@ -54,7 +54,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     dense = GatedSpec(fields.integer("dense_intermediate_size"), activation)
     has_experts = _has_experts(fields)
     layers = [
-        LayerSpec(sparse if kind == SPARSE else full, experts if has else dense)
+        DecoderLayer(sparse if kind == SPARSE else full, experts if has else dense)
         for kind, has in zip(types, has_experts, strict=True)
     ]
     return reading.dense(fields, layers, reading.rms_norm(fields, one_plus=True))

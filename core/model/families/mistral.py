@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, QueryGrowth
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import BESIDE_VISION
 from ..specs.vision import PROJECTED, SEES
 from . import glm_moe, latent, reading, rotary
@@ -51,7 +51,7 @@ def _model(fields: ConfigJson, windows: Sequence[int | None], growth: QueryGrowt
     heads = reading.heads(fields)
     rope, feed_forward = rotary.rope(fields, heads.head_dim), reading.gated(fields)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, query_growth=growth)
-    layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in windows]
+    layers = [DecoderLayer(replace(attention, window=each), feed_forward) for each in windows]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.mistral_large_4 import MistralLarge4Layer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -28,22 +29,21 @@ def _read(fields: ConfigJson) -> ModelConfig:
     routing = Routing(1, renormalised=True, epsilon=1e-20, factor=factor, groups=groups, kept_groups=kept)
     has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
     model = glm_moe.model(fields, _mixers(fields), _TENSORS, routing=routing, has_experts=has_experts)
-    return replace(model, logits_softcap=fields.number("final_logit_softcapping"))
+    layers = tuple(MistralLarge4Layer(each.mixer, each.feed_forward) for each in model.layers)
+    return replace(model, layers=layers, logits_softcap=fields.number("final_logit_softcapping"))
 
 
 def _mixers(fields: ConfigJson) -> list[AttentionSpec]:
     own = latent.attention(fields, interleaved=True)
     assert own.latent is not None and own.rope is not None, "`latent.attention` gives both"
     sizes, rope = replace(own.latent, eps=reading.rms_norm(fields).eps), replace(own.rope, is_learned=True)
-    turned = latent.with_indexer(fields, replace(own, latent=sizes, rope=rope, grows=True), interleaved=True)
+    turned = latent.with_indexer(fields, replace(own, latent=sizes, rope=rope), interleaved=True)
     assert turned.indexer is not None, "`latent.with_indexer` gives it"
-    index = replace(turned.indexer, apart=True, norms_input=True, grows=True)
-    turned = replace(turned, indexer=index)
     still = replace(
         turned,
         head_dim=sizes.kv_rank,
         rope=None,
-        indexer=replace(index, rope=None),
+        indexer=replace(turned.indexer, rope=None),
         form="still",
         latent=replace(sizes, key_dim=sizes.key_dim + sizes.rotated_dim, rotated_dim=0, form="still"),
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -21,7 +21,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         window=fields.optional("sliding_window"),
     )
     experts = reading.experts(fields, Routing(1, renormalised=True), size="intermediate_size")
-    layers = [LayerSpec(attention, experts)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, experts)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

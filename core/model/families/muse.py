@@ -12,9 +12,10 @@ Tests: tests/core/test_text_parts.py, tests/core/layers/test_gated_residual.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
+from ..compose.layers.muse import MuseLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
@@ -32,7 +33,7 @@ _THETA = 500_000.0
 
 def _read(fields: ConfigJson) -> ModelConfig:
     feed_forward, out_eps = reading.gated(fields, "hidden_activation"), fields.number("post_norm_eps")
-    layers = [LayerSpec(mixer, feed_forward, Norms.AROUND, out_eps=out_eps) for mixer in _mixers(fields)]
+    layers = [MuseLayer(mixer, feed_forward, Norms.AROUND, out_eps=out_eps) for mixer in _mixers(fields)]
     return _model(fields, layers)
 
 
@@ -54,17 +55,15 @@ def _read_spark(fields: ConfigJson) -> ModelConfig:
     latent = LatentExperts(fields.integer("moe_hidden_size"), out_eps)
     experts = reading.experts(fields, routing, latent=latent)
     eps = reading.rms_norm(fields).eps
-    mixers = [replace(mixer, head_out_eps=eps) for mixer in _mixers(fields)]
-    layers = reading.layers_with_experts(fields, mixers, experts, reading.mlp_layer_types(fields, 0))
-    temperature = fields.number("residual_gate_temperature")
-    layers = [
-        replace(layer, norms=Norms.AROUND, out_eps=out_eps, scales_first=True, residual_temperature=temperature)
-        for layer in layers
-    ]
+    own = {"out_eps": out_eps, "head_eps": eps, "temperature": fields.number("residual_gate_temperature")}
+    has_experts = reading.mlp_layer_types(fields, 0)
+    layers = reading.layers_with_experts(
+        fields, _mixers(fields), experts, has_experts, MuseLayer, norms=Norms.AROUND, **own
+    )
     return _model(fields, layers)
 
 
-def _mixers(fields: ConfigJson) -> Iterable[AttentionSpec]:
+def _mixers(fields: ConfigJson) -> list[AttentionSpec]:
     """Attention of each layer."""
     if fields.boolean("tie_word_embeddings"):
         why = "the embeddings are normalised, and the output projection is not; only false is supported"
@@ -90,11 +89,11 @@ def _mixers(fields: ConfigJson) -> Iterable[AttentionSpec]:
         rotates = [theta != 0 for theta in fields.numbers("layer_rope_theta")]
         if len(rotates) != count:
             raise fields.refuse("layer_rope_theta", f"{len(rotates)} bases for num_hidden_layers, {count}")
-    for turns, window in zip(rotates, reading.windows_of(fields, types), strict=True):
-        yield replace(attention, rope=rope if turns else None, window=window)
+    kinds = zip(rotates, reading.windows_of(fields, types), strict=True)
+    return [replace(attention, rope=rope if turns else None, window=window) for turns, window in kinds]
 
 
-def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:
+def _model(fields: ConfigJson, layers: Sequence[LayerSpec]) -> ModelConfig:
     eps = fields.number("rms_norm_eps")
     return reading.dense(
         fields,

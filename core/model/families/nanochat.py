@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
@@ -27,7 +27,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED))
+    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED))
     return reading.dense(
         fields,
         [layer] * fields.integer("num_hidden_layers"),

@@ -6,12 +6,12 @@ Tests: tests/core/layers/test_hybrids.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Experts, LatentExperts, UngatedActivation, UngatedSpec
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import MambaSpec
 from ..specs.tensor_names import CORRECTION, TensorNames
@@ -34,14 +34,14 @@ def _read(fields: ConfigJson) -> ModelConfig:
     heads = reading.heads(fields)
     if fields.boolean("attention_bias"):
         raise fields.refuse("attention_bias", "transformers leaves it out for this family; only false is supported")
-    layers = {reading.FULL: LayerSpec(AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None), None)}
+    layers = {reading.FULL: DecoderLayer(AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None), None)}
     if _MAMBA in types:
-        layers[_MAMBA] = LayerSpec(_mamba(fields, norm.eps), None)
+        layers[_MAMBA] = DecoderLayer(_mamba(fields, norm.eps), None)
     if _MLP in types:
         bias = fields.boolean("mlp_bias")
-        layers[_MLP] = LayerSpec(None, UngatedSpec(fields.integer("intermediate_size"), _activation(fields), bias))
+        layers[_MLP] = DecoderLayer(None, UngatedSpec(fields.integer("intermediate_size"), _activation(fields), bias))
     if _EXPERTS in types:
-        layers[_EXPERTS] = LayerSpec(None, _experts(fields))
+        layers[_EXPERTS] = DecoderLayer(None, _experts(fields))
     # transformers ties no weights of this family, whatever the field says
     return reading.dense(fields, [layers[kind] for kind in types], norm, tie_word_embeddings=False)
 

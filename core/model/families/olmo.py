@@ -4,11 +4,11 @@ without weights.
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormKind, Norms, NormSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AFTER_NORMS, TensorNames
@@ -19,7 +19,7 @@ def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> M
     """layers: rope and window of each."""
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     specs = [
-        LayerSpec(
+        DecoderLayer(
             AttentionSpec(
                 *heads,
                 scale=heads.head_dim**-0.5,
@@ -49,7 +49,7 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
         clip=reading.optional_number(fields, "clip_qkv"),
     )
     norm = NormSpec(1e-5, NormKind.LAYER, wide=True, weightless=True)
-    layer = LayerSpec(attention, reading.gated(fields))
+    layer = DecoderLayer(attention, reading.gated(fields))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
 
 

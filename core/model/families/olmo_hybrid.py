@@ -6,12 +6,12 @@ Tests: tests/core/layers/test_hybrids.py
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Activation
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.rope_config import RopeConfig
@@ -35,8 +35,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if feed_forward.activation is not Activation.SILU:
         raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
     layers = {
-        reading.FULL: LayerSpec(attention, feed_forward, Norms.AFTER),
-        _LINEAR: LayerSpec(_delta(fields, heads.num_heads), feed_forward),
+        reading.FULL: DecoderLayer(attention, feed_forward, Norms.AFTER),
+        _LINEAR: DecoderLayer(_delta(fields, heads.num_heads), feed_forward),
     }
     types = _layer_types(fields)
     return reading.dense(fields, [layers[kind] for kind in types], reading.rms_norm(fields, wide=True))

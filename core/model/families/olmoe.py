@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import AFTER_NORMS, TensorNames
 from . import reading, rotary
@@ -27,7 +27,7 @@ def _model(fields: ConfigJson, norms: Norms) -> ModelConfig:
     attention = rotary.attention(fields, head_norm=HeadNorm.ALL)
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     experts = reading.experts(fields, routing, size="intermediate_size")
-    layers = [LayerSpec(attention, experts, norms)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, experts, norms)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.rms_norm(fields, wide=norms is Norms.AFTER))
 
 

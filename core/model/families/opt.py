@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import TensorNames
 from . import gpt_2, reading
@@ -76,7 +76,7 @@ def _model(
     """
     heads = reading.heads(gpt_2.alone(fields))
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None, qkv_bias=bias, o_bias=bias)
-    layer = LayerSpec(attention, reading.ungated(fields, activation, default=default, bias=bias))
+    layer = DecoderLayer(attention, reading.ungated(fields, activation, default=default, bias=bias))
     return reading.dense(
         fields,
         [layer] * fields.integer("num_hidden_layers"),

@@ -7,12 +7,12 @@ Tests: tests/core/test_families.py, tests/core/test_text_parts.py
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading, rotary
 
@@ -31,7 +31,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         o_bias=True,
     )
     feed_forward = reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=True)
-    layers = [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
 
 

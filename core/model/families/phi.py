@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading, rotary
@@ -28,7 +28,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         rope=rotary.rope(fields, heads.head_dim, names=_ROPE_NAMES, types=("default", "longrope")),
         window=fields.optional("sliding_window"),
     )
-    layer = LayerSpec(attention, reading.gated(fields))
+    layer = DecoderLayer(attention, reading.gated(fields))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
@@ -39,7 +39,7 @@ def _read_2(fields: ConfigJson) -> ModelConfig:
     rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=True, o_bias=True)
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=True)
-    layers = [LayerSpec(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"), head_bias=True)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TensorNames
 from . import mixtral, reading, rotary
 
@@ -38,7 +38,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     elif rope is not None and rope.type != "default":
         raise rotary.rope_fields(fields).refuse("rope_type", "not supported; supported: default, longrope")
     experts = reading.experts(fields, routing, size="intermediate_size")
-    layer = LayerSpec(replace(attention, rope=rope), experts)
+    layer = DecoderLayer(replace(attention, rope=rope), experts)
     return reading.dense(
         fields,
         [layer] * fields.integer("num_hidden_layers"),

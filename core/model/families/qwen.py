@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TEXT_AND_IMAGES
 from ..specs.vision import SEES, VisionSpec
@@ -33,7 +33,7 @@ def reader(
         rope = rotary.rope(fields, heads.head_dim, names=rope_names)
         rope = rope if axes is None else axes(fields, rope)
         layers = [
-            LayerSpec(
+            DecoderLayer(
                 AttentionSpec(
                     *heads,
                     scale=heads.head_dim**-0.5,

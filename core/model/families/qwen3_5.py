@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Experts, GatedSpec, Routing
-from ..specs.layers import LayerSpec
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import TensorNames
 from ..specs.vision import SEES
@@ -64,7 +64,7 @@ def _model(
     has_experts = has_experts or [True] * len(types)
     plain = feed_forward if all(has_experts) else reading.gated(fields)
     layers = [
-        LayerSpec(mixers[kind], feed_forward if it else plain) for kind, it in zip(types, has_experts, strict=True)
+        DecoderLayer(mixers[kind], feed_forward if it else plain) for kind, it in zip(types, has_experts, strict=True)
     ]
     return reading.dense(fields, layers, norm, **options)
 

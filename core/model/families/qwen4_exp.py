@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....memory.files.module_behind import ModuleBehind
+from ..compose.layers.gated_streams import GatedStreamsLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
@@ -16,7 +17,6 @@ from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.gated_streams import GatedStreamsSpec
 from ..specs.indexer import MeanIndexerSpec
-from ..specs.layers import LayerSpec
 from ..specs.ngrams import NgramSpec
 from ..specs.norms import Norms
 from ..specs.recurrent import GatedDeltaSpec
@@ -43,9 +43,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
     kinds = dict.fromkeys(types)
     mixers = {kind: _attention(fields) if kind == _INDEXED else _delta(fields, norm.eps) for kind in kinds}
-    first = LayerSpec(mixers[types[0]], experts, Norms.NONE, streams=streams)
+    first = GatedStreamsLayer(mixers[types[0]], experts, Norms.NONE, gates=streams)
     lookups = _lookups(fields, types, streams)
-    layers = [replace(first, mixer=mixers[kind], lookup=lookups.get(at)) for at, kind in enumerate(types)]
+    layers = [replace(first, mixer=mixers[kind], table=lookups.get(at)) for at, kind in enumerate(types)]
     layers[-1] = replace(layers[-1], joins=True)
     parts = tuple(f"{_TABLE}.shard_{at}.weight" for at in range(fields.integer("split_ngram_parts")))
     names = replace(_NAMES, joined={f"{_TABLE}.weight": parts}, numbers=ModuleBehind(len(layers) - 1, _JOIN))

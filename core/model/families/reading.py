@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson, UnsupportedModel
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -240,10 +241,14 @@ def layers_with_experts(
     mixers: Sequence[AttentionSpec | RecurrentSpec],
     experts: Experts,
     has_experts: Sequence[bool],
+    kind: type[DecoderLayer] = DecoderLayer,
+    **own: Any,
 ) -> list[LayerSpec]:
-    """Layers with these mixers, some of them with experts and the others with a dense part."""
+    """Layers of a kind with these mixers, some of them with experts and the others with a dense part. own: fields of
+    all of them.
+    """
     plain = experts if all(has_experts) else gated(fields)
-    return [LayerSpec(each, experts if it else plain) for each, it in zip(mixers, has_experts, strict=True)]
+    return [kind(each, experts if it else plain, **own) for each, it in zip(mixers, has_experts, strict=True)]
 
 
 def fields_by_layer(fields: ConfigJson, count: int, known: Sequence[str]) -> list[ConfigJson]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.rg_lru import RgLruSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
@@ -49,7 +49,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     positions = fields.integer("max_position_embeddings", _TRAINED)
     return reading.dense(
         fields.with_values({"max_position_embeddings": positions}),
-        [LayerSpec(mixers[kind], replace(gated, size=gated.size // 2)) for kind in _types(fields)],
+        [DecoderLayer(mixers[kind], replace(gated, size=gated.size // 2)) for kind in _types(fields)],
         reading.rms_norm(fields, one_plus=True),
         embedding_multiplier=_bfloat16(hidden**0.5),
         logits_softcap=fields.number("logits_soft_cap"),

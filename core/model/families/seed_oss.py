@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from . import reading, rotary
 
 
@@ -19,7 +19,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         qkv_bias=fields.boolean("attention_bias"),
         o_bias=fields.boolean("attention_out_bias"),
     )
-    layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
+    layer = DecoderLayer(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 

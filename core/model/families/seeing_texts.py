@@ -10,11 +10,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
@@ -52,7 +52,7 @@ def _read_molmo(fields: ConfigJson) -> ModelConfig:
     rope = attention.rope
     plain = attention if rope is None else replace(attention, rope=RopeConfig(rope.dim, rope.theta))
     norms = Norms.AFTER if fields.boolean("norm_after") else Norms.BEFORE
-    layers = [LayerSpec(attention if at in scaled else plain, reading.gated(fields), norms) for at in range(count)]
+    layers = [DecoderLayer(attention if at in scaled else plain, reading.gated(fields), norms) for at in range(count)]
     model = reading.dense(fields, layers, reading.rms_norm(fields))
     return replace(model, further_embeddings=reading.number_of(fields, "additional_vocab_size"))
 
@@ -67,7 +67,7 @@ def _read_mllama(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("tie_word_embeddings", f"the embeddings have {_OF_IMAGES} rows more than the head")
     model = llama.LLAMA.read(fields)
     skipped = {*fields.indices("cross_attention_layers")} if "cross_attention_layers" in fields.raw else {*_CROSS}
-    nothing = LayerSpec(None, None)
+    nothing = DecoderLayer(None, None)
     layers = tuple(nothing if at in skipped else each for at, each in enumerate(model.layers))
     left_out = tuple(f"{prefix}layers.{at}." for at in sorted(skipped) for prefix in ("", "model."))
     tensors = replace(llama.LLAMA.tensors, left_out=left_out)

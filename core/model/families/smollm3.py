@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import LayerSpec
 from . import reading, rotary
 
 
@@ -24,7 +24,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     window = reading.checked_window(fields, types)
     bias, rope = fields.boolean("attention_bias"), rotary.rope(fields, heads.head_dim)
     layers = [
-        LayerSpec(
+        DecoderLayer(
             AttentionSpec(
                 *heads,
                 scale=heads.head_dim**-0.5,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
@@ -22,7 +22,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     bias = fields.boolean("use_qkv_bias")
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias)
     norms = Norms.PARALLEL if fields.boolean("use_parallel_residual") else Norms.BEFORE
-    layers = [LayerSpec(attention, reading.gated(fields), norms)] * fields.integer("num_hidden_layers")
+    layers = [DecoderLayer(attention, reading.gated(fields), norms)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -22,7 +22,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=bias))
+    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=bias))
     norm = reading.layer_norm(fields, "norm_epsilon")
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from ..compose.layers.decoder import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Activation, BoundedSwiglu, GatedSpec, Routing, Scoring
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 from .reading import FULL, SLIDING
@@ -50,9 +50,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields.without("hidden_act"), routing, shared_size=fields.integer("share_expert_dim"))
     plain = GatedSpec(fields.integer("intermediate_size"))
     layers = [
-        LayerSpec(mixer, replace(experts, activation=own, shared_activation=shared if own != shared else None))
+        DecoderLayer(mixer, replace(experts, activation=own, shared_activation=shared if own != shared else None))
         if it
-        else LayerSpec(mixer, replace(plain, activation=shared))
+        else DecoderLayer(mixer, replace(plain, activation=shared))
         for mixer, it, own, shared in zip(
             _mixers(fields, types), has_experts, *(_bounds(fields, name) for name in _LIMITS), strict=True
         )

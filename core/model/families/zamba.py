@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..compose.layers.decoder import DecoderLayer
+from ..compose.layers.zamba import ZambaLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -61,13 +63,14 @@ def _layers(fields: ConfigJson, types: Sequence[str]) -> list[LayerSpec]:
     mlp = reading.gated(fields.with_values({"intermediate_size": size}), bias=fields.boolean("add_bias_linear"))
     rank = fields.integer("adapter_rank")
     heads_rank = rank if _has_pairs(fields, attention) else 0
-    blocks, found = fields.integer("num_mem_blocks"), [LayerSpec(mamba, None)] * len(types)
+    blocks = fields.integer("num_mem_blocks")
+    found: list[LayerSpec] = [DecoderLayer(mamba, None)] * len(types)
     if not fields.boolean("tie_word_embeddings") and types.count(_HYBRID) > blocks:
         why = f"transformers ties blocks by it, too, and num_mem_blocks is {blocks}; only true is supported"
         raise fields.refuse("tie_word_embeddings", why)
     for place, (index, first) in enumerate(_firsts(fields, types, blocks)):
         block = SharedBlock(mamba, first, place, heads_rank, rank)
-        found[index] = LayerSpec(attention, mlp, block=block)
+        found[index] = ZambaLayer(attention, mlp, shared=block)
     return found
 
 
@@ -132,9 +135,9 @@ def _read_first(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("attention_hidden_size", f"a block reads 2 · hidden_size elements, not {wide}")
     attention = AttentionSpec(*heads, scale=(heads.head_dim / 2) ** -0.5, rope=None)
     mamba, mlp = _mamba_by_heads(fields), reading.gated(fields)
-    found = [LayerSpec(mamba, None)] * len(types)
+    found: list[LayerSpec] = [DecoderLayer(mamba, None)] * len(types)
     for place, (index, first) in enumerate(_firsts(fields, types, 1)):
-        found[index] = LayerSpec(attention, mlp, block=SharedBlock(mamba, first, place, 0, 0))
+        found[index] = ZambaLayer(attention, mlp, shared=SharedBlock(mamba, first, place, 0, 0))
     return reading.dense(fields, found, reading.rms_norm(fields))
 
 

@@ -6,15 +6,13 @@ Tests: tests/core/layers/test_convolved_heads.py, tests/core/paths
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from ..compose.layers.zaya import ZayaLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.head_conv import HeadConvSpec
-from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
@@ -45,8 +43,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
         skip_correction=_SKIPPED,
         router_size=fields.integer("router_hidden_size"),
     )
-    first = LayerSpec(mixers[types[0]], experts, convs=HeadConvSpec(*heads, sizes), scales_residual=True)
-    layers = [replace(first, mixer=mixers[kind], takes_routed=at > 0) for at, kind in enumerate(types)]
+    convs = HeadConvSpec(*heads, sizes)
+    layers = [ZayaLayer(mixers[kind], experts, convolutions=convs, is_first=at == 0) for at, kind in enumerate(types)]
     norm, has_bias = reading.rms_norm(fields), fields.boolean("lm_head_bias")
     return reading.dense(fields, layers, norm, scales_embeddings=True, head_bias=has_bias)
 

@@ -106,7 +106,7 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
     if (top_k := config.top_k) is not None:
         found.append(Kept(CHOSEN, (top_k,), is_index=True))
-    if any(layer.is_late for layer in config.layers):
+    if any(layer.late is not None for layer in config.layers):
         found.append(Kept(LATE, (config.hidden_size,)))
     if config.experts is not None and config.experts.router_size:
         found.append(Kept(ROUTED, (config.experts.router_size,)))

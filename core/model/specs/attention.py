@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 from ....memory.pages.layout import KvShape
 from ....ops.attention.blocks import BlockMask
 from .indexer import BlockIndexerSpec, IndexerSpec
-from .query_experts import QueryExperts
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -168,20 +167,11 @@ class LatentSpec:
     eps: float
     """Of the norms of latents."""
 
-    both: bool = False
-    """Queries are made of `[norm(c_q), c_q]`, where c_q is their latent (A.X K2)."""
-
     q_factor: float = 1.0
     """Of the normalised latents of queries, and of an indexer's (Dots 3 Note)."""
 
-    scales_queries: bool = False
-    """In transformers the factor is of queries themselves (LongCat-Flash): an adapter's bias of them has it, too."""
-
     kv_factor: float = 1.0
     """Of c, as that of c_q."""
-
-    norms_key: bool = False
-    """The key that all heads share is normalised before it is rotated (Dots 3 Note)."""
 
     form: str = ""
     """Tells its projections apart from those of other layers' latents of other sizes; see `Projection`."""
@@ -224,21 +214,10 @@ class AttentionSpec:
     softplus_gates: bool = False
     """Gates multiply by `log(1 + e^gate)`, rather than by their sigmoids (Laguna)."""
 
-    inner_norm: bool = False
-    """What o_proj reads is normalised, all heads of a token at once (BitNet)."""
-
-    head_out_eps: float | None = None
-    """Of the norm of each head's output, without weights, before gates; None: there is none (Muse Spark)."""
-
     query_growth: QueryGrowth | LogGrowth | None = None
 
     relative: RelativeSpec | None = None
     """What is added to scores, which grows as queries do; None: nothing is."""
-
-    grows: bool = False
-    """Queries of latents grow with their position p, by `scale · log(p + 1) + bias`, learned numbers of each head
-    (Mistral Large 4).
-    """
 
     sinks: bool = False
     """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""
@@ -270,15 +249,6 @@ class AttentionSpec:
     """Elements of a head's value where they are fewer than its key's (MiMo-V2); None: as many. Pages have as many of
     both: a value's others are zeros.
     """
-
-    value_factor: float = 1.0
-    """Of values, before they are kept (MiMo-V2)."""
-
-    difference: DifferenceSpec | None = None
-    """Its output is of differences between heads (DiffLlama)."""
-
-    query_experts: QueryExperts | None = None
-    """Queries and outputs are those of experts, of which each token has some (JetMoE)."""
 
     keys_are_values: bool = False
     """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""

@@ -175,8 +175,6 @@ class ModelConfig:
             raise UnsupportedModel("no layer has attention or a recurrent mixer, which is not supported")
         if len({it.chunked for it in self.attention_layers if it.window is not None}) > 1:
             raise UnsupportedModel("some layers have attention windows and others chunks, which is not supported")
-        if any(layer.mixer_beside is not None and layer.attention is None for layer in self.layers):
-            raise UnsupportedModel("a layer has a second mixer without attention, which is not supported")
         for shapes in (
             *({it.shape for it in self.attention_layers if it.form == of.form} for of in self.attention_shapes),
             {layer.recurrent.common for layer in self.layers if layer.recurrent},

@@ -105,12 +105,6 @@ class GatedSpec:
     which is subtracted from the others (Gemma 3n). 0: none.
     """
 
-    inner_norm: bool = False
-    """What down reads is normalised (BitNet)."""
-
-    scaled: bool = False
-    """The part's output has a learned factor, one number (Inkling)."""
-
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""
         return replace(self, size=self.size // size)

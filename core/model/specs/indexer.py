@@ -34,15 +34,6 @@ class IndexerSpec:
     eps: float
     """Of the LayerNorm of keys."""
 
-    apart: bool = False
-    """Its queries are a product by themselves: attention's have another input."""
-
-    norms_input: bool = False
-    """Its queries are made of the layer's input, by a LayerNorm of the same eps (Mistral Large 4); they are apart."""
-
-    grows: bool = False
-    """Its queries grow as `AttentionSpec.grows` says."""
-
     rotates_last: bool = False
     """The last elements rotate instead (HY V4)."""
 

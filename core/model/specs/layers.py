@@ -6,29 +6,31 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
-A layer may have one of the two alone, two mixers side by side (see `MixerBeside`), or both before a mixer (see
-`SharedBlock`).
+A layer may have one of the two alone; what layers of some families have besides is in their classes: `compose.layers`.
 
 Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
 from .gated_streams import GatedStreamsSpec
-from .head_conv import HeadConvSpec
 from .hyper_connections import HyperConnectionSpec
 from .ngrams import NgramSpec
-from .norms import NormGates, Norms
+from .norms import Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 from .shared_block import SharedBlock
-from .stream_convs import StreamConvSpec
+
+if TYPE_CHECKING:
+    from ..compose.build import Build
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +102,12 @@ class StreamsSpec:
         return 2 * self.made * hidden**2
 
 
-@dataclass(frozen=True, slots=True)
-class MixerBeside:
-    """A recurrent mixer beside attention (Falcon-H1).
+@dataclass(frozen=True)
+class LayerSpec(ABC):
+    """One layer: frozen, equal to others of the same class and fields, and sent to ranks. See `compose.layers`."""
 
-    Both read one norm n of the residual stream, and are added:
-
-        attention_out · attention(attention_in · n) + out_factor · mixer(in_factor · n)
-
-    None of the factors may be part of a weight: adapters change both sides of the product, and biases come after it.
-    """
-
-    mixer: RecurrentSpec
-    in_factor: float = 1.0
-    out_factor: float = 1.0
-    attention_in: float = 1.0
-    attention_out: float = 1.0
-
-    section_factors: tuple[float, ...] = ()
-    """Of the sections of the input projection's outputs (see `Projection.sections`); empty: they have none."""
-
-    def share(self, size: int) -> MixerBeside:
-        """One of `size` ranks' share."""
-        return replace(self, mixer=self.mixer.share(size))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One layer."""
+    WHY_WHOLE: ClassVar[str | None] = None
+    """Why ranks can't share layers of this class; None: they can, as far as their parts can be shared."""
 
     mixer: AttentionSpec | RecurrentSpec | None
     """None: the layer is a feed-forward part alone (Nemotron-H)."""
@@ -140,73 +120,12 @@ class LayerSpec:
     residual_multiplier: float = 1.0
     """Factor of each part's addition to the residual stream (Granite)."""
 
-    scaled: bool = False
-    """The residual stream is multiplied by a learned number behind the layer (Gemma 4)."""
-
-    input_size: int = 0
-    """See `LayerInputSpec.size`; 0: the layer has no further input."""
-
-    beside: Experts | None = None
-    """A mixture of experts beside a gated feed-forward part (Gemma 4). The mixture reads the residual stream r through
-    a norm of its own, its router through another one; with `Norms.AROUND`:
-
-        x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
-    """
-
-    is_late: bool = False
-    """The mixture beside reads what the gated part reads, and is added behind the next layer (LongCat-Flash)."""
-
-    takes_late: bool = False
-    """It adds the mixture beside the layer before, at its end."""
-
-    mixer_beside: MixerBeside | None = None
-    """A second mixer of a layer with attention."""
-
-    convs: StreamConvSpec | HeadConvSpec | None = None
-    """Short convolutions beside attention, of its keys and values and of what parts add (Inkling), or of its queries
-    and keys (ZAYA). Such a layer is whole.
-    """
-
-    block: SharedBlock | None = None
-    """The layer's attention and its gated feed-forward part are a block before its mixer."""
-
-    scales_residual: bool = False
-    """What a part adds and the residual stream have learned factors and summands of each element: see
-    `program.factor_ops.AddScaled` (ZAYA).
-    """
-
-    takes_routed: bool = False
-    """What its mixture's router begins with goes on from the layer before: see `Experts.router_size`."""
-
     media_part: int = 0
     """The part of images' rows that is added to the residual stream behind the layer; 0: none is. See `MediaRows`."""
 
-    lookup: NgramSpec | None = None
-    """A table whose rows are added to the layer's streams, before its parts (Qwen4-Exp)."""
-
-    joins: bool = False
-    """Its streams are joined behind it: see `GatedStreamsSpec`."""
-
-    streams: StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None = None
-    """None: the residual is one stream. A layer of several is whole; with a `StreamsSpec` it has `Norms.AROUND` and a
-    further input.
-    """
-
-    scales_first: bool = False
-    """With `Norms.AROUND`: `x += bare(mixer(norm(x))); x += bare(w · feed_forward(norm_2(x)))`, where bare norms have
-    no weights (Muse Spark).
-    """
-
-    residual_temperature: float | None = None
-    """The residual stream and what parts add have learned factors, see `program.factor_ops.AddGated`; None: they have
-    none (Muse Spark).
-    """
-
-    out_eps: float | None = None
-    """Of the norms of what its parts add; None: that of the others (Muse Glimmer)."""
-
-    norm_gates: NormGates | None = None
-    """Gates of the outputs of norms before its parts; None: there are none."""
+    @abstractmethod
+    def build(self, b: Build) -> None:
+        """Write it."""
 
     @property
     def is_whole(self) -> bool:
@@ -225,17 +144,13 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer with a state, alone, beside attention or behind a block; or convolutions."""
-        if self.convs is not None:
-            return self.convs
-        if (own := self.mixer_beside or self.block) is not None:
-            return own.mixer
+        """What has a state, alone, beside attention or behind a block."""
         return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
     def experts(self) -> Experts | None:
-        """The mixture of experts, alone or in addition to a gated part."""
-        return self.feed_forward if isinstance(self.feed_forward, Experts) else self.beside
+        """The mixture of experts, alone or in addition to a dense part."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
 
     @property
     def dense(self) -> GatedSpec | UngatedSpec | None:
@@ -243,39 +158,60 @@ class LayerSpec:
         return None if isinstance(self.feed_forward, Experts) else self.feed_forward
 
     @property
-    def why_whole(self) -> str | None:
-        """Why ranks can't share it; None if they can."""
-        if self.has_inner_norms:
-            return "norms inside of attention and of feed-forward parts are of what all ranks have together"
-        if (spec := self.experts) is not None and spec.latent is not None and spec.latent.eps is not None:
-            return "each expert's output is normalised, of which all ranks together have the sum"
-        if self.attention is not None and self.attention.difference is not None:
-            return "heads are subtracted from others, which other ranks would have"
-        if self.experts is not None and self.experts.idle:
-            return "experts that give their input back would be added by every rank"
-        if isinstance(self.convs, HeadConvSpec):
-            return "half of all heads' values are those of the token before, which other ranks would have"
-        if isinstance(self.streams, GatedStreamsSpec):
-            return "gates of several streams and tables of n-grams are made of all streams"
+    def streams(self) -> StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None:
+        """Several residual streams; None: the residual is one stream."""
         return None
 
     @property
-    def has_inner_norms(self) -> bool:
-        """True if a norm stands inside of attention or of the feed-forward part."""
-        in_part = isinstance(self.dense, GatedSpec) and self.dense.inner_norm
-        return in_part or (self.attention is not None and self.attention.inner_norm)
+    def block(self) -> SharedBlock | None:
+        """A block that layers share, before the layer's mixer."""
+        return None
 
-    def share(self, size: int) -> LayerSpec:
+    @property
+    def lookup(self) -> NgramSpec | None:
+        """A table of n-grams, whose rows are added to the layer's streams."""
+        return None
+
+    @property
+    def late(self) -> Experts | None:
+        """A mixture whose output is added behind the next layer."""
+        return None
+
+    @property
+    def verb(self) -> str:
+        """What a layer with a state does with it: it is such a mixer, or has one."""
+        return "are"
+
+    @property
+    def num_parts(self) -> int:
+        """Mixers and feed-forward parts."""
+        return (self.mixer is not None) + (self.feed_forward is not None)
+
+    @property
+    def why_whole(self) -> str | None:
+        """Why ranks can't share it; None if they can."""
+        if self.WHY_WHOLE is None and (spec := self.experts) is not None:
+            if spec.latent is not None and spec.latent.eps is not None:
+                return "each expert's output is normalised, of which all ranks together have the sum"
+            if spec.idle:
+                return "experts that give their input back would be added by every rank"
+        return self.WHY_WHOLE
+
+    def why_not(self, size: int) -> str | None:
+        """The field, with its value, that `size` ranks can't share, for a reason of this class; None: there is none."""
+        del size
+        return None
+
+    def share(self, size: int) -> Self:
         """One of `size` ranks' share."""
-        return replace(
-            self,
-            mixer=None if self.mixer is None else self.mixer.share(size),
-            feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
-            beside=None if self.beside is None else self.beside.share(size),
-            mixer_beside=None if self.mixer_beside is None else self.mixer_beside.share(size),
-            convs=None if self.convs is None else self.convs.share(size),
-            block=None if self.block is None else self.block.share(size),
-        )
+        mixer = None if self.mixer is None else self.mixer.share(size)
+        feed_forward = None if self.feed_forward is None else self.feed_forward.share(size)
+        return replace(self, mixer=mixer, feed_forward=feed_forward, **self._shares(size))
+
+    def _shares(self, size: int) -> dict[str, Any]:
+        """Shares of what else a class has."""
+        del size
+        return {}
 
 
 def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:

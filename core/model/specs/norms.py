@@ -57,17 +57,6 @@ class NormKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class NormGates:
-    """Outputs n of a layer's norms have gates, `n · sigmoid(up(silu(down(n))))` (A.X K2)."""
-
-    rank: int
-    """Width between the two matrices."""
-
-    norms: tuple[str, ...]
-    """The norms' slots."""
-
-
-@dataclass(frozen=True, slots=True)
 class NormSpec:
     """A norm over the last dimension, with statistics in float32."""
 

@@ -50,16 +50,17 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
             return f"{what.format(count)} is not divisible by it"
     if whole.recurrent is not None and (field := whole.recurrent.why_not(size)):
         return f"{field} is not divisible by it"
-    return next(filter(None, (_why_not_heads(size, it) for it in whole.attention_shapes)), None)
+    if why := next(filter(None, (_why_not_heads(size, it) for it in whole.attention_shapes)), None):
+        return why
+    field = next(filter(None, (layer.why_not(size) for layer in whole.layers)), None)
+    return None if field is None else f"{field} is not divisible by it"
 
 
 def _why_not_heads(size: int, mixer: AttentionSpec) -> str | None:
-    """Likewise, of heads of keys and values, of which ranks may have copies, unless experts have queries for each."""
+    """Likewise, of heads of keys and values, of which ranks may have copies."""
     heads = mixer.num_kv_heads
     if heads % size and size % heads:
         return f"num_key_value_heads {heads} neither divides it nor is a multiple of it"
-    if heads % size and mixer.query_experts is not None:
-        return f"num_key_value_heads {heads}, for which experts have queries, is not divisible by it"
     return None
 
 

@@ -11,11 +11,11 @@ from chorus.core.executors import cuda_float8_gemms
 from chorus.core.executors.cuda_float8_gemms import check_float8_gemms, choose_float8_gemms
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import GatedSpec
-from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.dummy_weights import DummyWeights
 from chorus.core.model.weights.weight_plan import NARROW
@@ -28,7 +28,7 @@ from ...tables import LAYER_MATRICES
 from ..tiny_config import LLAMA
 
 ATTENTION = AttentionSpec(2, 1, 32, 0.25, RopeConfig(32), qkv_bias=True)
-CONFIG = replace(LLAMA, vocab_size=80, hidden_size=64, layers=(LayerSpec(ATTENTION, GatedSpec(96)),) * 3)
+CONFIG = replace(LLAMA, vocab_size=80, hidden_size=64, layers=(DecoderLayer(ATTENTION, GatedSpec(96)),) * 3)
 
 
 def decoder_of(*, float8_inputs: bool = True) -> DecoderModel:

@@ -13,6 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from chorus.core.model.compose.layers.decoder import DecoderLayer
+
 triton = pytest.importorskip("triton")
 
 from triton import compiler  # noqa: E402
@@ -32,7 +34,6 @@ from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.specs.attention import AttentionSpec  # noqa: E402
 from chorus.core.model.specs.feed_forward import GatedSpec  # noqa: E402
-from chorus.core.model.specs.layers import LayerSpec  # noqa: E402
 from chorus.core.model.specs.rope_config import RopeConfig  # noqa: E402
 from chorus.core.model.weights.dummy_weights import DummyWeights  # noqa: E402
 from chorus.graphs.runner import StepForm, StepMode, StepPart  # noqa: E402
@@ -48,7 +49,7 @@ from ..tiny_config import LLAMA  # noqa: E402
 pytestmark = pytest.mark.triton
 
 ATTENTION = AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=True)
-CONFIG = replace(LLAMA, vocab_size=80, layers=(LayerSpec(ATTENTION, GatedSpec(48)),) * 2)
+CONFIG = replace(LLAMA, vocab_size=80, layers=(DecoderLayer(ATTENTION, GatedSpec(48)),) * 2)
 DOWN, HEAD = GemmKind(64, 96, "bfloat16"), GemmKind(80, 64, "bfloat16", is_head=True)
 BUCKETS = 1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64
 

@@ -36,10 +36,10 @@ def model(tmp_path):
 
 def test_shapes_and_slots(model):
     config = read_model_config(model)
-    convolved = config.layers[0].convs
+    convolved = config.layers[0].recurrent
     assert (convolved.channels, convolved.in_size, convolved.conv_size) == (112, 128, 3)
     assert config.recurrent == convolved
-    assert [each.takes_routed for each in config.layers] == [False, True, True]
+    assert [each.is_first for each in config.layers] == [True, False, False]
     own = [{slot.name: slot for slot in config.composed(layer).slots} for layer in config.layers]
     assert "routed_scale" not in own[0]
     assert own[1]["routed_scale"].tensors[0].shape == (24,)

@@ -30,7 +30,7 @@ def test_factors_before_training_are_transformers_own(tiny):
     it = tiny("diffllama-biased")
     layers = it.reference.get_base_model().model.layers
     for spec, layer in zip(read_model_config(it.model).layers, layers, strict=True):
-        assert spec.attention.difference.first == layer.self_attn.lambda_init
+        assert spec.difference.first == layer.self_attn.lambda_init
 
 
 def test_a_factor_is_of_four_vectors():

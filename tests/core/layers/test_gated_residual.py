@@ -56,8 +56,8 @@ def test_layers_as_transformers_has_them(tiny):
     config = read_model_config(it.model)
     for spec, own in zip(config.layers, reference(tiny).layers, strict=True):
         assert (spec.attention.window is None) == (own.self_attn.sliding_window is None)
-        assert spec.attention.head_out_eps == own.self_attn.o_norm.eps
-        assert spec.residual_temperature == own.post_attention_residual_gate.temperature
+        assert spec.head_eps == own.self_attn.o_norm.eps
+        assert spec.temperature == own.post_attention_residual_gate.temperature
         assert (spec.experts is not None) == hasattr(own.mlp, "experts")
     assert config.experts.latent.size == 24
     assert config.experts.routing.logits_factor == pytest.approx(0.1767766952966369)

@@ -18,7 +18,6 @@ from chorus.core.model.program.torch_step import OpContext, Step, batch_of_parts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Routing, Scoring
-from chorus.core.model.specs.norms import NormGates
 from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.projections import SMALL_GROUPS, Group
@@ -40,7 +39,7 @@ def model(tmp_path):
 def test_norms_before_experts_and_before_all_mixers_have_gates(model):
     config = read_model_config(model)
     layers = config.layers
-    assert [each.norm_gates for each in layers] == [NormGates(6, BOTH[:1]), NormGates(6, BOTH), NormGates(6, BOTH)]
+    assert [(each.rank, each.gated) for each in layers] == [(6, BOTH[:1]), (6, BOTH), (6, BOTH)]
     own = {each.path: each for each in config.composed(layers[1]).projections}
     assert own["norm_gates.mlp_norm.fc1"].dims == (64, 6)
     assert own["norm_gates.mlp_norm.fc2"].dims == (6, 64)

@@ -45,7 +45,7 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
         assert mixer.sinks == (kind == "sliding_attention") == (attention.sinks is not None)
         assert mixer.value_dim is not None
         values = mixer.num_kv_heads * mixer.value_dim
-        assert (values, mixer.value_factor) == (attention.v_proj.weight.shape[0], attention.v_scale)
+        assert (values, layer.value_factor) == (attention.v_proj.weight.shape[0], attention.v_scale)
 
 
 def test_a_family_without_fields_has_the_defaults_of_transformers(model):
@@ -54,7 +54,7 @@ def test_a_family_without_fields_has_the_defaults_of_transformers(model):
     assert [index for index, layer in enumerate(config.layers) if layer.attention.window is None] == [0, 5, 11]
     assert [layer.experts is None for layer in config.layers] == [True, *[False] * 12]
     assert {layer.attention.window for layer in config.layers} == {None, 129}
-    assert {layer.attention.value_factor for layer in config.layers} == {0.707}
+    assert {layer.value_factor for layer in config.layers} == {0.707}
     assert [(rope.theta, rope.dim) for rope in (config.layers[0].rope, config.layers[1].rope)] == [
         (5000000.0, 64),
         (10000.0, 64),

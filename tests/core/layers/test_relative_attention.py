@@ -115,7 +115,7 @@ def test_the_program_and_its_text(model):
 def test_ranks_share_heads(model):
     config = read_model_config(model)
     share = Shard(0, 2).config(config).layers[0]
-    assert (share.attention.num_heads, share.convs.heads) == (3, ((1, 16), (1, 24)))
+    assert (share.attention.num_heads, share.recurrent.heads) == (3, ((1, 16), (1, 24)))
     with pytest.raises(UnsupportedModel, match=r"num_key_value_heads 3 neither divides it"):
         Shard(0, 2).config(read_model_config(changed(model, swa_num_key_value_heads=3)))
 

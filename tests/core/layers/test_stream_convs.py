@@ -50,7 +50,7 @@ def test_states_of_parts_lie_in_the_pages_of_one(model):
 
     states = StatePages(spec, layout, Arena, layers_with_states(config))
     held = torch.arange(layout.num_pages)[None]
-    convs = config.layers[1].convs
+    convs = config.layers[1].recurrent
     own = convs.weights({path: torch.zeros(each.shape) for path, each in convs.tensors.items()}).by_place
     written = {}
     for place in ConvPlace:

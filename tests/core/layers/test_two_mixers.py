@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -165,29 +164,21 @@ def test_falcon_h1_as_it_is_published(tmp_path):
     assert round(sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) / 1e9, 2) == 0.52
 
 
-def test_a_second_mixer_beside_anything_but_attention_is_refused(tiny):
-    config = read_model_config(tiny("falcon-h1").model)
-    first = config.layers[0]
-    with pytest.raises(UnsupportedModel, match="a second mixer without attention"):
-        replace(config, layers=(replace(first, mixer=first.recurrent), config.layers[1]))
-
-
 def test_ranks_have_shares_of_both_mixers(tiny):
     config = read_model_config(tiny("falcon-h1").model)
     share = Shard(1, 2).config(config).layers[0]
     assert share.attention is not None
     assert share.attention.num_heads == 2
-    assert share.mixer_beside is not None
-    assert share.mixer_beside.mixer == MambaSpec(4, 12, 1, 16, eps=1e-5, normed=False, out_bias=False)
-    assert share.mixer_beside.in_factor == 1.3
+    assert share.beside.mixer == MambaSpec(4, 12, 1, 16, eps=1e-5, normed=False, out_bias=False)
+    assert share.beside.in_factor == 1.3
 
 
 @pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
 def test_factors_of_columns_are_those_of_their_sections(tiny, shard):
     path = tiny("falcon-h1").model
     config = read_model_config(path)
-    second = config.layers[0].mixer_beside
-    assert second is not None and len(set(second.section_factors)) > 1
+    second = config.layers[0].beside
+    assert len(set(second.section_factors)) > 1
     (inputs, *_) = second.mixer.projections(config.hidden_size)
     _, sections = inputs.share(shard.rank, shard.size)
     widths = [each.stop - each.start for each in sections]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
@@ -86,7 +87,7 @@ class Kind:
 
     def table(self, ranks: int = 1) -> Projections:
         """Of one of so many ranks."""
-        layer = composed(LayerSpec(self.mixer.share(ranks), None), self.norm, self.hidden).projections
+        layer = composed(DecoderLayer(self.mixer.share(ranks), None), self.norm, self.hidden).projections
         other = tuple(replace(each, path=f"other.x_{each.name}") for each in layer) if self.two_mixers else layer
         feed = gated_projections(self.hidden, self.ffn // ranks)[1 - self.is_gated :]
         return Projections((layer + feed, other + feed, layer + feed))
@@ -141,7 +142,7 @@ class Kind:
             if self.is_gated
             else UngatedSpec(self.ffn, self.activation, self.biased)
         )
-        own = LayerSpec(mixer, part, self.norms, self.residual_multiplier, self.scaled)
+        own = DecoderLayer(mixer, part, self.norms, self.residual_multiplier, self.scaled)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if rope else None))
         if self.alternating:
             other = replace(own, mixer=replace(mixer, rope=None, window=None, chunked=False))

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.feed_forward import GatedSpec
-from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.layer_projections import dense_projections
@@ -83,7 +83,7 @@ def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> na
     names = ("qkv", "o", "gate_up", "down")
     layer = LayerWeights(**{name: native_model.pack(weight) for name, weight in zip(names, weights, strict=True)})
     table = dense_projections(1, size, size, 1, 1, size)
-    specs = [LayerSpec(AttentionSpec(1, 1, size, 1.0, None), GatedSpec(size), Norms.AFTER)]
+    specs = [DecoderLayer(AttentionSpec(1, 1, size, 1.0, None), GatedSpec(size), Norms.AFTER)]
     program = NativeProgram([composed(spec, NormSpec(1e-6), size).program for spec in specs], size, table)
     ops = program.ops(layer_bindings(specs, [layer], Tables.of(specs, 1), kv_scales=[scales]))
     return layerless_model(

@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_latent_gates.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.ops.gates import TakeGates
 from ...program.ops.heads import ResizeHeads
 from ...specs.attention import AttentionSpec
@@ -18,24 +20,33 @@ _INDEX_QUERIES = "self_attn.indexer.wq_b"
 _PARTS = {"attention_norm": "mixer", "mlp_norm": "mlp"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class AxLayer(DecoderLayer):
-    """See `NormGates`. Queries and their gates are made of their latents with and without a norm."""
+    """Outputs n of norms before its parts have gates, `n · sigmoid(up(silu(down(n))))`.
+
+    Queries, and gates of attention's output, are made of `[norm(c_q), c_q]`, where c_q is their latent; an indexer's
+    queries of the first alone.
+    """
+
+    rank: int
+    """Width between the two matrices of gates."""
+
+    gated: tuple[str, ...]
+    """The norms that have gates."""
 
     def normed(self, b: Build, name: str, x: Value) -> Value:
         """See `DecoderLayer.normed`."""
-        n, gates = super().normed(b, name, x), self.spec.norm_gates
-        if gates is None or name not in gates.norms:
+        n = super().normed(b, name, x)
+        if name not in self.gated:
             return n
         slot, path = f"{_PARTS[name]}_gates", f"norm_gates.{name}"
-        low = b.linear(f"{slot}_down", n, "l", Proj(f"{path}.fc1", gates.rank))
+        low = b.linear(f"{slot}_down", n, "l", Proj(f"{path}.fc1", self.rank))
         low = b.gate(low, low)  # that is silu
         return b.gate(n, b.linear(f"{slot}_up", low, "l", Proj(f"{path}.fc2", b.hidden)))
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
         """See `DecoderLayer.outputs`."""
         latent, own, index = latent_of(a), parts_of(a, x), a.indexer
-        if not latent.both:
-            return super().attention_out(b, a, x, n)
         low = normed_latent(b, latent, own.queries)
         ih = None if index is None else b.linear("index_up", low, "ih", Proj(_INDEX_QUERIES, index.query_size))
         queries = queries_of(b, a, b.concat("ql", low, own.queries), gate=latent.value_dim)

@@ -5,6 +5,8 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.ops.residual import AddMedia, Replace
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
@@ -32,37 +34,34 @@ _AROUND = {
 }
 
 
-class DecoderLayer:
+@dataclass(frozen=True)
+class DecoderLayer(LayerSpec):
     """A mixer and a feed-forward part, or one of them, with norms around them, added to the residual stream.
 
     A family with an idea overrides the method that is about it.
     """
 
-    def __init__(self, spec: LayerSpec) -> None:
-        self.spec = spec
-
     def build(self, b: Build) -> None:
         """Write it."""
-        spec = self.spec
-        if spec.mixer is not None:
+        if self.mixer is not None:
             self.mixer_part(b)
-        if spec.feed_forward is not None and (spec.mixer is None or spec.norms not in PARALLEL):
+        if self.feed_forward is not None and (self.mixer is None or self.norms not in PARALLEL):
             with b.span("mlp"):
-                y = self.out(b, "mlp_out_norm", self.feed_forward(b, self.normed(b, "mlp_norm", b.x)))
+                y = self.out(b, "mlp_out_norm", self.part(b, self.normed(b, "mlp_norm", b.x)))
             self.add(b, "mlp_out_norm", y)
         self.end(b)
 
     def mixer_part(self, b: Build) -> None:
         """Write the mixer, and a feed-forward part that reads the same."""
-        spec, mixer = self.spec, self.spec.mixer
+        mixer = self.mixer
         assert mixer is not None, "the layer has a mixer"
         n = self.normed(b, "attention_norm", b.x)
-        if spec.norms not in PARALLEL:
+        if self.norms not in PARALLEL:
             self.add(b, "attention_out_norm", self.out(b, "attention_out_norm", self.mixed(b, n)))
             return
         x = self.inputs(b, mixer, n)
-        rows = n if spec.norms is Norms.PARALLEL else self.normed(b, "mlp_norm", b.x)
-        self.add(b, "mlp_out_norm", self.out(b, "mlp_out_norm", self.feed_forward(b, rows)))
+        rows = n if self.norms is Norms.PARALLEL else self.normed(b, "mlp_norm", b.x)
+        self.add(b, "mlp_out_norm", self.out(b, "mlp_out_norm", self.part(b, rows)))
         y = b.reduce(self.outputs(b, mixer, x, n))
         self.add(b, "attention_out_norm", self.out(b, "attention_out_norm", y))
 
@@ -70,7 +69,7 @@ class DecoderLayer:
 
     def has(self, norm: str) -> bool:
         """True if the layer has a norm of this name."""
-        return norm in _AROUND[self.spec.norms]
+        return norm in _AROUND[self.norms]
 
     def normed(self, b: Build, name: str, x: Value) -> Value:
         """What a part reads of x."""
@@ -78,7 +77,7 @@ class DecoderLayer:
 
     def mixed(self, b: Build, n: Value) -> Value:
         """What the mixer gives, of its normalised input."""
-        mixer = self.spec.mixer
+        mixer = self.mixer
         assert mixer is not None, "the layer has a mixer"
         return b.reduce(self.outputs(b, mixer, self.inputs(b, mixer, n), n))
 
@@ -102,26 +101,25 @@ class DecoderLayer:
         """See `outputs`."""
         return attention_out(b, a, x) if a.latent is None else latent_out(b, a, x, n)
 
-    def feed_forward(self, b: Build, rows: Value) -> Value:
+    def part(self, b: Build, rows: Value) -> Value:
         """What the feed-forward part gives."""
-        part = self.spec.feed_forward
+        part = self.feed_forward
         assert part is not None, "the layer has a feed-forward part"
-        return self.mixture(b, part, rows) if isinstance(part, Experts) else self.dense(b, part, rows)
+        return self.mixture_part(b, part, rows) if isinstance(part, Experts) else self.dense_part(b, part, rows)
 
-    def dense(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
-        """See `feed_forward`."""
+    def dense_part(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+        """See `part`."""
         return dense(b, spec, rows)
 
-    def mixture(self, b: Build, spec: Experts, rows: Value) -> Value:
-        """See `feed_forward`."""
+    def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
+        """See `part`."""
         return mixture(b, spec, rows)
 
     def out(self, b: Build, name: str, y: Value) -> Value:
         """What a part adds. name: of the norm of what parts give."""
-        spec = self.spec
-        if self.has(name) and spec.norms not in BEHIND:
+        if self.has(name) and self.norms not in BEHIND:
             y = self.out_norm(b, name, y)
-        return b.scale(y, spec.residual_multiplier)
+        return b.scale(y, self.residual_multiplier)
 
     def out_norm(self, b: Build, name: str, y: Value) -> Value:
         """The norm of what a part gives."""
@@ -130,10 +128,10 @@ class DecoderLayer:
     def add(self, b: Build, name: str, y: Value) -> None:
         """Add to the residual stream, whose own norm may stand behind. name: see `out`."""
         b.add(y)
-        if self.has(name) and self.spec.norms in BEHIND:
+        if self.has(name) and self.norms in BEHIND:
             b.put(Replace(b.x, b.norm(name, b.x)), b.hidden)
 
     def end(self, b: Build) -> None:
         """Write what follows the layer's parts."""
-        if self.spec.media_part:
-            b.put(AddMedia(b.x, self.spec.media_part), b.hidden)
+        if self.media_part:
+            b.put(AddMedia(b.x, self.media_part), b.hidden)

@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_differences.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.op import View
 from ...program.ops.heads import ResizeHeads, SubtractHeads
 from ...specs.attention import AttentionSpec, DifferenceSpec
@@ -14,12 +16,17 @@ from ..build import Build, Value
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True, kw_only=True)
 class DiffLlamaLayer(DecoderLayer):
     """See `DifferenceSpec`."""
 
+    WHY_WHOLE = "heads are subtracted from others, which other ranks would have"
+
+    difference: DifferenceSpec
+
     def attention_in(self, b: Build, a: AttentionSpec, n: Value) -> Value:
         """Heads of keys have pairs of values, and queries and keys as many elements."""
-        spec, kv = _difference(a), a.num_kv_heads
+        spec, kv = self.difference, a.num_kv_heads
         key, wide, count = spec.key_dim, a.head_dim, a.num_heads + kv
         x = b.linear("qkv", n, "in", *heads_in(a, key=key, value=a.value_dim))
         rows = b.put(ResizeHeads(View(x, 0, count * key), "qk", 0, key, wide), count * wide)
@@ -28,13 +35,8 @@ class DiffLlamaLayer(DecoderLayer):
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
         """See `DecoderLayer.outputs`."""
-        spec, q = _difference(a), heads(b, a, x)[0]
+        spec, q = self.difference, heads(b, a, x)[0]
         factors = (f"self_attn.lambda_{each}" for each in ("q1", "k1", "q2", "k2"))
         b.weight("difference", *(SlotTensor(each, (spec.key_dim,)) for each in factors))
         found = attend(b, a, q)
         return project(b, a, b.put(SubtractHeads(found, found, a, spec, b.norm_spec.eps), found.width // 2))
-
-
-def _difference(a: AttentionSpec) -> DifferenceSpec:
-    assert a.difference is not None, "attention is of differences"
-    return a.difference

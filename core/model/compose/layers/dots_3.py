@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_latent_windows.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.op import View
 from ...program.ops.norm import Norm
 from ...specs.attention import AttentionSpec
@@ -14,8 +16,9 @@ from ..latents import attended, latent_of, latent_queries, parts_of, take_gates
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True)
 class Dots3Layer(DecoderLayer):
-    """See `LatentSpec.norms_key`."""
+    """See the module."""
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
         """See `DecoderLayer.outputs`."""

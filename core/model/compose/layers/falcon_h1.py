@@ -5,10 +5,13 @@ Tests: tests/core/layers/test_two_mixers.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 from .....memory.pages.projections import Group
 from ...program.ops.mix import Mix
 from ...program.ops.rows import Scale
-from ...specs.layers import MixerBeside
+from ...specs.recurrent import RecurrentSpec
 from ...weights.slot import SlotTensor, rows_of
 from ..attention import attend, attention_in, heads, project
 from ..build import Build, Value
@@ -16,13 +19,59 @@ from ..mixers import mixer_in, mixer_out, mixer_weights, products
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True, slots=True)
+class MixerBeside:
+    """A recurrent mixer beside attention (Falcon-H1).
+
+    Both read one norm n of the residual stream, and are added:
+
+        attention_out · attention(attention_in · n) + out_factor · mixer(in_factor · n)
+
+    None of the factors may be part of a weight: adapters change both sides of the product, and biases come after it.
+    """
+
+    mixer: RecurrentSpec
+    in_factor: float = 1.0
+    out_factor: float = 1.0
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+
+    section_factors: tuple[float, ...] = ()
+    """Of the sections of the input projection's outputs (see `Projection.sections`); empty: they have none."""
+
+    def share(self, size: int) -> MixerBeside:
+        """One of `size` ranks' share."""
+        return replace(self, mixer=self.mixer.share(size))
+
+
+@dataclass(frozen=True, kw_only=True)
 class FalconH1Layer(DecoderLayer):
     """See `MixerBeside`."""
 
+    beside: MixerBeside
+
+    @property
+    def recurrent(self) -> RecurrentSpec:
+        """See `LayerSpec.recurrent`."""
+        return self.beside.mixer
+
+    @property
+    def verb(self) -> str:
+        """See `LayerSpec.verb`."""
+        return "have, beside attention,"
+
+    @property
+    def num_parts(self) -> int:
+        """See `LayerSpec.num_parts`."""
+        return 3
+
+    def _shares(self, size: int) -> dict[str, Any]:
+        return {"beside": self.beside.share(size)}
+
     def mixed(self, b: Build, n: Value) -> Value:
         """See `DecoderLayer.mixed`."""
-        a, beside = self.spec.attention, self.spec.mixer_beside
-        assert a is not None and beside is not None, "the layer has both"
+        a, beside = self.attention, self.beside
+        assert a is not None, "the layer has attention"
         r = self._second_in(b, beside, n)
         q, _ = heads(b, a, attention_in(b, a, b.scale(n, beside.attention_in)))
         mixer_weights(b, beside.mixer)

@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_gated_streams.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.op import View
 from ...program.ops.gated_streams import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
 from ...program.ops.hyper import GiveToStreams
@@ -22,28 +24,42 @@ from .decoder import DecoderLayer
 _SLOTS = {"attn": "streams_mixer_streams", "mlp": "streams_mlp_streams", "join": "streams_join"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class GatedStreamsLayer(DecoderLayer):
-    """See `GatedStreamsSpec`, `NgramSpec` and `LayerSpec.joins`."""
+    """See `GatedStreamsSpec` and `NgramSpec`."""
+
+    WHY_WHOLE = "gates of several streams and tables of n-grams are made of all streams"
+
+    gates: GatedStreamsSpec
+    table: NgramSpec | None = None
+
+    joins: bool = False
+    """The streams are joined behind it: the last layer does that."""
+
+    @property
+    def streams(self) -> GatedStreamsSpec:
+        """See `LayerSpec.streams`."""
+        return self.gates
+
+    @property
+    def lookup(self) -> NgramSpec | None:
+        """See `LayerSpec.lookup`."""
+        return self.table
 
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""
-        if self.spec.lookup is not None:
-            self._look_up(b, self.spec.lookup)
+        if self.table is not None:
+            self._look_up(b, self.table)
         b.put(GiveToStreams(self.mixed(b, self._taken(b, "attn")), "give"))
         with b.span("mlp"):
-            y = self.feed_forward(b, self._taken(b, "mlp"))
+            y = self.part(b, self._taken(b, "mlp"))
         b.put(GiveToStreams(y, "give"))
-        if self.spec.joins:
+        if self.joins:
             b.put(Replace(b.x, self._taken(b, "join")), b.hidden)
-
-    @property
-    def _streams(self) -> GatedStreamsSpec:
-        assert isinstance(self.spec.streams, GatedStreamsSpec), "streams have gates"
-        return self.spec.streams
 
     def _taken(self, b: Build, part: str) -> Value:
         """The mean of all gated streams; but for what joins them, with the numbers by which it is given back."""
-        own, gives, path = self._streams, part != "join", f"streams.{part}"
+        own, gives, path = self.gates, part != "join", f"streams.{part}"
         width = own.count * b.hidden
         norm = b.vector(f"{part}_streams_norm", f"{path}_norm.weight", width)
         n = b.put(NormStreams("hn", norm, b.norm_spec), width)
@@ -65,7 +81,7 @@ class GatedStreamsLayer(DecoderLayer):
         e = b.put(LookUp("e", spec), spec.width)
         kv = b.linear("lookup_in", e, "kv", Proj("ple.key_proj", spec.channels), Proj("ple.value_proj", b.hidden))
         for name in ("norm_key", "norm_query", "norm_conv"):
-            b.vector(f"lookup_{name}", f"ple.{name}.weight", self._streams.count * b.hidden)
+            b.vector(f"lookup_{name}", f"ple.{name}.weight", self.gates.count * b.hidden)
         taken, normed = Value("gv", spec.channels), Value("gn", spec.channels)
         b.put_all(GateLookup(kv, taken, normed, b.norm_spec), taken, normed)
         b.put(AddToStreams(taken, b.put(Mix(normed, "pc", spec, weights=LOOKUP), spec.channels)))

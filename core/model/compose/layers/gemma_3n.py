@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_streams.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.ops.residual import Add
 from ...program.ops.rows import Scale
 from ...program.ops.streams import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
@@ -15,6 +17,7 @@ from .decoder import DecoderLayer
 from .gemma_4 import own_input
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gemma3nLayer(DecoderLayer):
     """See `StreamsSpec`. All streams are predicted from all, by factors that are made of the active one.
 
@@ -29,35 +32,40 @@ class Gemma3nLayer(DecoderLayer):
     the streams live across it.
     """
 
+    altup: StreamsSpec
+
+    input_size: int
+    """See `LayerInputSpec.size`."""
+
+    @property
+    def streams(self) -> StreamsSpec:
+        """See `LayerSpec.streams`."""
+        return self.altup
+
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""
-        own = self._streams
+        own = self.altup
         b.put(PredictStreams(self._factors(b, self._taken(b), "prediction", own.count**2)))
         y = self.mixed(b, self.normed(b, "attention_norm", self._taken(b)))
         p = self._taken(b)
         o = b.sum(p, self.out(b, "attention_out_norm", y), "o")
         self._low_rank(b, own, p, o)
-        y = self.out(b, "mlp_out_norm", self.feed_forward(b, self.normed(b, "mlp_norm", o)))
+        y = self.out(b, "mlp_out_norm", self.part(b, self.normed(b, "mlp_norm", o)))
         b.put(Add(o, y), b.hidden)
         b.put(CorrectStreams(self._factors(b, o, "correction", own.count), o, p))
         p = self._taken(b)
         b.vector("stream_scale", "altup.correct_output_scale", b.hidden, Keep.PLAIN if own.scaled else Keep.UNUSED)
         if own.scaled:
             p = b.put(Scale(p, p, weight="stream_scale"), b.hidden)
-        b.put(AddToOthers(own_input(b, self.spec, p)))
-
-    @property
-    def _streams(self) -> StreamsSpec:
-        assert isinstance(self.spec.streams, StreamsSpec), "the residual is several streams"
-        return self.spec.streams
+        b.put(AddToOthers(own_input(b, self, self.input_size, p)))
 
     def _taken(self, b: Build) -> Value:
         """The active stream."""
-        return b.put(TakeStream("p", self._streams.active), b.hidden)
+        return b.put(TakeStream("p", self.altup.active), b.hidden)
 
     def _factors(self, b: Build, x: Value, name: str, rows: int) -> Value:
         """Factors of streams, which are made of x."""
-        count = self._streams.count
+        count = self.altup.count
         b.weight("stream_router", SlotTensor("altup.modality_router.weight", (count, b.hidden)))
         b.vector("stream_router_norm", "altup.router_norm.weight", b.hidden, factor=b.hidden**-1.0)
         slot = b.weight(f"stream_{name}", SlotTensor(f"altup.{name}_coefs.weight", (rows, count)))

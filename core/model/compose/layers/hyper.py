@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_hyper_connections.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.ops.hyper import ConnectStreams, GiveToStreams, SumStreams
 from ...specs.hyper_connections import HyperConnectionSpec
 from ...weights.slot import Keep, SlotTensor
@@ -13,8 +15,16 @@ from ..build import Build, Value
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True, kw_only=True)
 class HyperConnectedLayer(DecoderLayer):
     """See `HyperConnectionSpec`. The streams, and the numbers by which the mixer gives to them, live across it."""
+
+    connections: HyperConnectionSpec
+
+    @property
+    def streams(self) -> HyperConnectionSpec:
+        """See `LayerSpec.streams`."""
+        return self.connections
 
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""
@@ -23,13 +33,12 @@ class HyperConnectedLayer(DecoderLayer):
         b.put(GiveToStreams(y, "give", mix))
         with b.span("mlp"):
             p, mix = self._taken(b, "ffn_hc")
-            y = self.out(b, "mlp_out_norm", self.feed_forward(b, self.normed(b, "mlp_norm", p)))
+            y = self.out(b, "mlp_out_norm", self.part(b, self.normed(b, "mlp_norm", p)))
         b.put(GiveToStreams(y, "give", mix))
 
     def _taken(self, b: Build, part: str) -> tuple[Value, Value | None]:
         """What a part takes of the streams, and the numbers by which they mix, if they do."""
-        own, slots = self.spec.streams, CONNECTIONS[part]
-        assert isinstance(own, HyperConnectionSpec), "the layer has hyper-connections"
+        own, slots = self.connections, CONNECTIONS[part]
         ends = {"fn": (own.rows, own.count * b.hidden), "base": (own.rows,), "scale": (own.scales,)}
         for name, (end, shape) in zip(slots, ends.items(), strict=True):
             b.weight(name, SlotTensor(f"{part}.{end}", shape), keep=Keep.FLOAT32)

@@ -6,7 +6,8 @@ tests/core/layers/test_relative_attention.py
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .....memory.pages.projections import Group
 from .....ops.mixers.conv_place import ConvPlace
@@ -31,21 +32,32 @@ from .decoder import DecoderLayer
 _PLACES = {"attention_out_norm": ConvPlace.ATTENTION, "mlp_out_norm": ConvPlace.FEED_FORWARD}
 
 
+@dataclass(frozen=True, kw_only=True)
 class InklingLayer(DecoderLayer):
-    """See `StreamConvSpec`, `RelativeSpec` and `Experts.sinks`."""
+    """See `StreamConvSpec`, `RelativeSpec` and `Experts.sinks`. What a dense part adds has a learned factor."""
+
+    convolutions: StreamConvSpec
+
+    @property
+    def recurrent(self) -> StreamConvSpec:
+        """See `LayerSpec.recurrent`."""
+        return self.convolutions
+
+    @property
+    def verb(self) -> str:
+        """See `LayerSpec.verb`."""
+        return "have, beside attention,"
+
+    def _shares(self, size: int) -> dict[str, Any]:
+        return {"convolutions": self.convolutions.share(size)}
 
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""
-        mixer_weights(b, self._convs)
+        mixer_weights(b, self.convolutions)
         super().build(b)
 
-    @property
-    def _convs(self) -> StreamConvSpec:
-        assert isinstance(self.spec.convs, StreamConvSpec), "the layer has convolutions"
-        return self.spec.convs
-
     def _convolved(self, b: Build, x: Read, out: str, width: int, place: ConvPlace) -> Value:
-        return b.put(ConvolveStream(x, out, width, place, self._convs), width)
+        return b.put(ConvolveStream(x, out, width, place, self.convolutions), width)
 
     def add(self, b: Build, name: str, y: Value) -> None:
         """See `DecoderLayer.add`."""
@@ -67,13 +79,13 @@ class InklingLayer(DecoderLayer):
         b.weight("profiles", SlotTensor("self_attn.rel_logits_proj.proj", shape))
         return attention_out(b, a, View(x, 0, -size, copied=True), relative=relative)
 
-    def dense(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
-        """See `DecoderLayer.feed_forward`."""
+    def dense_part(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+        """See `DecoderLayer.part`."""
         y = dense(b, spec, rows)
         return b.put(Scale(y, y, weight=b.weight("mlp_scale", SlotTensor("mlp.global_scale", (1,)))), b.hidden)
 
-    def mixture(self, b: Build, spec: Experts, rows: Value) -> Value:
-        """See `DecoderLayer.feed_forward`."""
+    def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
+        """See `DecoderLayer.part`."""
         at, own = SINK_EXPERTS, spec.of_sinks.projections(b.hidden)
         mixture_weights(b, spec)
         small(b, "scale", "mlp.gate.global_scale", 1)

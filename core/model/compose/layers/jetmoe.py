@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_query_experts.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.op import View
 from ...program.ops.query_experts import OutputsOfExperts, QueriesOfExperts
 from ...specs.attention import AttentionSpec
@@ -16,17 +18,25 @@ from ..build import Build, Proj, Value
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True, kw_only=True)
 class JetMoeLayer(DecoderLayer):
     """See `QueryExperts`. All experts share keys and values."""
 
+    queries: QueryExperts
+
+    def why_not(self, size: int) -> str | None:
+        """See `LayerSpec.why_not`."""
+        heads = 0 if self.attention is None else self.attention.num_kv_heads
+        return f"num_key_value_heads {heads}, for which experts have queries," if heads % size else None
+
     def attention_in(self, b: Build, a: AttentionSpec, n: Value) -> Value:
         """See `DecoderLayer.inputs`."""
-        router = Proj("self_attn.query_router", _experts(a).count)
+        router = Proj("self_attn.query_router", self.queries.count)
         return b.linear("qkv", n, "in", *kept_in(a, a.head_dim, a.head_dim), router)
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
         """See `DecoderLayer.outputs`."""
-        spec, at, shape = _experts(a), "self_attn.experts", (a.kv_size, b.hidden)
+        spec, at, shape = self.queries, "self_attn.experts", (a.kv_size, b.hidden)
         logits, rows = View(x, -spec.count), ((a.kv_size, a.num_kv_heads),)
         queries = (SlotTensor(f"{at}.{each}.q_proj.weight", shape, rows) for each in range(spec.count))
         outputs = (
@@ -40,8 +50,3 @@ class JetMoeLayer(DecoderLayer):
         b.put_all(QueriesOfExperts(n, logits, q, experts, weights, a, spec), q, experts, weights)
         q, _ = heads(b, a, b.concat("in", q, View(x, 0, logits.begin)))
         return b.put(OutputsOfExperts(attend(b, a, q), experts, weights, "y", a, spec), b.hidden)
-
-
-def _experts(a: AttentionSpec) -> QueryExperts:
-    assert a.query_experts is not None, "attention has experts of queries"
-    return a.query_experts

@@ -5,23 +5,54 @@ Tests: tests/core/layers/test_late_mixtures.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from ...program.op import LATE
+from ...specs.attention import AttentionSpec
+from ...specs.feed_forward import Experts
 from ..build import Build, Value
+from ..latents import attended, latent_of, latent_queries, parts_of, take_gates
 from ..mixtures import mixture
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True, kw_only=True)
 class LongCatLayer(DecoderLayer):
-    """See `LayerSpec.is_late` and `takes_late`."""
+    """A mixture beside it reads what the dense part reads, and is added behind the next layer."""
 
-    def feed_forward(self, b: Build, rows: Value) -> Value:
-        """See `DecoderLayer.feed_forward`."""
-        if self.spec.is_late and self.spec.beside is not None:
-            mixture(b, self.spec.beside, rows, LATE)
-        return super().feed_forward(b, rows)
+    shortcut: Experts | None = None
+    """This mixture; None: it has none, and is such a next layer."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """See `LayerSpec.experts`."""
+        return self.shortcut
+
+    @property
+    def late(self) -> Experts | None:
+        """See `LayerSpec.late`."""
+        return self.shortcut
+
+    def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
+        """See `DecoderLayer.outputs`. transformers multiplies queries by the factor that their latents have here: an
+        adapter's bias of queries has it, too.
+        """
+        own = parts_of(a, x)
+        queries = latent_queries(b, a, own, n, bias_factor=latent_of(a).q_factor)
+        return attended(b, a, queries, own.kept, take_gates(b, a, own.gates))
+
+    def _shares(self, size: int) -> dict[str, Any]:
+        return {"shortcut": None if self.shortcut is None else self.shortcut.share(size)}
+
+    def part(self, b: Build, rows: Value) -> Value:
+        """See `DecoderLayer.part`."""
+        if self.shortcut is not None:
+            mixture(b, self.shortcut, rows, LATE)
+        return super().part(b, rows)
 
     def end(self, b: Build) -> None:
         """See `DecoderLayer.end`."""
-        if self.spec.takes_late:
+        if self.shortcut is None:
             b.add(Value(LATE, b.hidden))
         super().end(b)

@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_narrow_values.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.op import View
 from ...program.ops.heads import ResizeHeads
 from ...program.ops.rows import Scale
@@ -14,14 +16,18 @@ from ..build import Build, Value
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True, kw_only=True)
 class MiMoLayer(DecoderLayer):
-    """See `AttentionSpec.value_dim` and `value_factor`. Pages have values as wide as keys."""
+    """See `AttentionSpec.value_dim`. Pages have values as wide as keys."""
+
+    value_factor: float = 1.0
+    """Of values, before they are kept."""
 
     def attention_in(self, b: Build, a: AttentionSpec, n: Value) -> Value:
         """See `DecoderLayer.inputs`."""
         x, first = attention_in(b, a, n), a.q_rows + a.kv_size
-        if a.value_factor != 1.0:
-            b.put(Scale(View(x, first), x, a.value_factor, in_place=True), x.width)
+        if self.value_factor != 1.0:
+            b.put(Scale(View(x, first), x, self.value_factor, in_place=True), x.width)
         return x if a.value_dim is None else b.put(ResizeHeads(x, x, first, a.value_dim, a.head_dim), first + a.kv_size)
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:

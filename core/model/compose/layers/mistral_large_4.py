@@ -5,6 +5,8 @@ Tests: tests/core/test_text_parts.py, tests/core/model/program/test_golden.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.op import Read
 from ...program.ops.heads import GrowHeads
 from ...specs.attention import AttentionSpec
@@ -18,8 +20,11 @@ from .decoder import DecoderLayer
 _INDEX = "self_attn.indexer"
 
 
+@dataclass(frozen=True)
 class MistralLarge4Layer(DecoderLayer):
-    """See `AttentionSpec.grows`. The indexer's queries are made of the layer's input, by a norm of their own."""
+    """Queries grow with their position p, by `scale · log(p + 1) + bias`, learned numbers of each head. The indexer's
+    queries are made of the layer's input, by a norm of their own.
+    """
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
         """See `DecoderLayer.outputs`."""

@@ -5,24 +5,49 @@ Tests: tests/core/layers/test_shared_blocks.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from ...program.op import EMBEDDED, View
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import GatedSpec
+from ...specs.recurrent import RecurrentSpec
 from ...specs.shared_block import SharedBlock
 from ..attention import attend, attention_in, heads, heads_in, project
 from ..build import Build, Proj, Value
 from ..mixers import mix, mixer_in, mixer_out
-from ..parts import down, gate_up
+from ..parts import activated, down, gate_up
 from .decoder import DecoderLayer
 
 
+@dataclass(frozen=True, kw_only=True)
 class ZambaLayer(DecoderLayer):
     """See `SharedBlock`. Attention and the mixer are apart, so the program has two parts."""
 
+    shared: SharedBlock
+
+    @property
+    def block(self) -> SharedBlock:
+        """See `LayerSpec.block`."""
+        return self.shared
+
+    @property
+    def recurrent(self) -> RecurrentSpec:
+        """See `LayerSpec.recurrent`."""
+        return self.shared.mixer
+
+    @property
+    def num_parts(self) -> int:
+        """See `LayerSpec.num_parts`."""
+        return 3
+
+    def _shares(self, size: int) -> dict[str, Any]:
+        return {"shared": self.shared.share(size)}
+
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""
-        block, a, dense = self.spec.block, self.spec.attention, self.spec.dense
-        assert block is not None and a is not None and isinstance(dense, GatedSpec), "the layer has a block"
+        block, a, dense = self.shared, self.attention, self.dense
+        assert a is not None and isinstance(dense, GatedSpec), "a block has both"
         y = self._block_part(b, block, dense, self._attended(b, block, a))
         t = b.sum(b.x, b.linear("place_out", y, "t", Proj("linear", b.hidden)), "xt")
         own, path = block.mixer, block.mixer_path
@@ -49,7 +74,7 @@ class ZambaLayer(DecoderLayer):
                 up = Proj("mlp.place_up", 2 * dense.size, dense.size, sections=(dense.size, dense.size))
                 gu = b.sum(gu, b.linear("place_mlp_up", low, "gl", up), "gu")
             with b.shared_with(block.first):
-                return down(b, dense, gu)
+                return down(b, dense, activated(b, dense, gu))
 
 
 def _own_heads(b: Build, a: AttentionSpec, n: Value, rank: int) -> Value:

@@ -5,6 +5,8 @@ Tests: tests/core/layers/test_convolved_heads.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...program.op import ROUTED
 from ...program.ops.heads import Heads
 from ...program.ops.mix import Mix
@@ -29,14 +31,32 @@ _SCALES = ("hidden_states_scale", "hidden_states_bias", "residual_scale", "resid
 _OF_THE_NEXT = "would give a first token its bias for the one before"
 
 
+@dataclass(frozen=True, kw_only=True)
 class ZayaLayer(DecoderLayer):
-    """See `HeadConvSpec`, `LayerSpec.scales_residual` and `Experts.router_size`."""
+    """See `HeadConvSpec`, `AddScaled` and `Experts.router_size`."""
+
+    WHY_WHOLE = "half of all heads' values are those of the token before, which other ranks would have"
+
+    convolutions: HeadConvSpec
+
+    is_first: bool = False
+    """No layer is before it, from which its router would go on."""
+
+    @property
+    def recurrent(self) -> HeadConvSpec:
+        """See `LayerSpec.recurrent`."""
+        return self.convolutions
+
+    @property
+    def verb(self) -> str:
+        """See `LayerSpec.verb`."""
+        return "have, before attention,"
 
     def attention_in(self, b: Build, a: AttentionSpec, n: Value) -> Value:
         """The first half of all heads' values is a token's own, and the second that of the token before, so that TP
         ranks can't share them.
         """
-        convs, at = self._convs, "self_attn"
+        convs, at = self.convolutions, "self_attn"
         widths = {"q_proj": convs.num_heads, "k_proj": convs.num_kv_heads}
         half = convs.num_kv_heads * convs.head_dim // 2
         return b.linear(
@@ -50,19 +70,14 @@ class ZayaLayer(DecoderLayer):
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
         """See `DecoderLayer.outputs`."""
-        convs = self._convs
+        convs = self.convolutions
         mixer_weights(b, convs)
         x = b.put(Mix(Value(x, convs.in_size), "qkv", convs), convs.out_size)
         q = b.put(Heads(x, "q", None, a, b.norm_spec), a.num_heads, a.query_dim)
         return project(b, a, attend(b, a, q))
 
-    @property
-    def _convs(self) -> HeadConvSpec:
-        assert isinstance(self.spec.convs, HeadConvSpec), "attention has convolutions"
-        return self.spec.convs
-
-    def mixture(self, b: Build, spec: Experts, rows: Value) -> Value:
-        """See `DecoderLayer.mixture`."""
+    def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
+        """See `DecoderLayer.part`."""
         size = spec.router_size
         return mixture(b, spec, rows, routed=self._routed(b, rows, size) if size else None)
 
@@ -71,7 +86,7 @@ class ZayaLayer(DecoderLayer):
         at, activation = "mlp.router", UngatedActivation.GELU
         low = b.linear("router_down", rows, "rl", Proj(f"{at}.down_proj", size, bias=True))
         before = weight = None
-        if self.spec.takes_routed:
+        if not self.is_first:
             before, weight = ROUTED, b.vector("routed_scale", f"{at}.states_scale", size, Keep.PLAIN)
         low = b.put(CarryRouted(low, before, weight), size)
         found = b.norm("routed_norm", low, "rn", path=f"{at}.norm")
@@ -82,9 +97,6 @@ class ZayaLayer(DecoderLayer):
 
     def add(self, b: Build, name: str, y: Value) -> None:
         """See `DecoderLayer.add`."""
-        if not self.spec.scales_residual:
-            super().add(b, name, y)
-            return
         part = _PARTS[name]
         scales = (SlotTensor(f"post_{part}_residual_scale.{each}", (b.hidden,)) for each in _SCALES)
         b.put(AddScaled(b.x, y, b.weight(f"{part}_residual", *scales)), b.hidden)

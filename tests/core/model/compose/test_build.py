@@ -8,13 +8,13 @@ import pytest
 
 from chorus.core.model.compose.build import Build, Proj, Value, width_of
 from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.op import View
 from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.linear import Gemm
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.feed_forward import GatedSpec
-from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import NormKind, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.slot import Keep
@@ -90,7 +90,7 @@ def test_widths_are_those_of_what_is_read():
 
 
 def test_a_layer_is_written_once_for_equal_specifications_and_goes_to_other_processes():
-    layer = LayerSpec(ATTENTION, GatedSpec(40))
-    assert composed(layer, NORM, 32) is composed(LayerSpec(ATTENTION, GatedSpec(40)), NORM, 32)
+    layer = DecoderLayer(ATTENTION, GatedSpec(40))
+    assert composed(layer, NORM, 32) is composed(DecoderLayer(ATTENTION, GatedSpec(40)), NORM, 32)
     program = composed(layer, NORM, 32).program
     assert pickle.loads(pickle.dumps(program)) == program

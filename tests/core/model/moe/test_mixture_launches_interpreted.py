@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.lora.lora_state import LoraState
 from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.moe.experts import ExpertPack, ListedExperts, mix_experts, packed_experts
@@ -20,7 +21,6 @@ from chorus.core.model.moe.mixture_launches import MixtureForm
 from chorus.core.model.moe.stacked_experts import stacked_experts
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.feed_forward import Experts, Routing
-from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
@@ -36,7 +36,7 @@ from ..lora.test_lora_state_cuda import Resident
 HIDDEN, NUM_PAGES, LAYER = 32, 40, 1
 SPEC = Experts(6, 24, Routing(2, renormalised=True), shared_size=16, shared_gate=True)
 ATTENTION = AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False)
-CONFIG = replace(LLAMA, architecture="Qwen3MoeForCausalLM", layers=(LayerSpec(ATTENTION, SPEC),) * 2)
+CONFIG = replace(LLAMA, architecture="Qwen3MoeForCausalLM", layers=(DecoderLayer(ATTENTION, SPEC),) * 2)
 GATE_UP, DOWN = ("experts.gate_proj", "experts.up_proj"), "experts.down_proj"
 EVERY, BOTH = tuple(range(6)), (0, 1)
 

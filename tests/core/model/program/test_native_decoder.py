@@ -12,6 +12,10 @@ import torch
 
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.layers.gemma_3n import Gemma3nLayer
+from chorus.core.model.compose.layers.gemma_4 import Gemma4Layer
+from chorus.core.model.compose.layers.muse import MuseLayer
 from chorus.core.model.program.native_binding import Tables, score_scale
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
@@ -39,7 +43,7 @@ from ....ops.cpu.native_layers import BLOCK, LAYERS, VOCAB, Kind, Model, referen
 
 ROPE = RopeConfig(16)
 MIXER = AttentionSpec(4, 2, 16, 0.25, ROPE)
-LAYER = LayerSpec(MIXER, GatedSpec(80))
+LAYER = DecoderLayer(MIXER, GatedSpec(80))
 needs_library = pytest.mark.skipif(not native_library.levels(), reason="needs the native library")
 
 
@@ -107,7 +111,7 @@ class TestRefusals:
             changed(rope=None, window=8, softcap=2.0, head_norm=HeadNorm.ALL),
             changed(sinks=True, window=8),
             changed(rope=None, slopes=(0.5, 0.25, 0.125, 0.0625), clip=6.0),
-            replace(LAYER, norms=Norms.AFTER_MLP, out_eps=1e-8),
+            MuseLayer(LAYER.mixer, LAYER.feed_forward, Norms.AFTER_MLP, out_eps=1e-8),
             changed(rope=replace(ROPE, dim=6, interleaved=True)),
             replace(LAYER, norms=Norms.PARALLEL, feed_forward=GatedSpec(80, Activation.GELU_TANH)),
             replace(LAYER, norms=Norms.PARALLEL_APART),
@@ -126,8 +130,8 @@ class TestRefusals:
         assert refusal(changed(output_gate=gate, head_norm=HeadNorm.ALL)) is None
 
     def test_experts_are_refused_for_what_the_library_does_not_compute(self):
-        def refused(experts: Experts, dtype: torch.dtype = torch.float32, **changes: Any) -> str | None:
-            return refusal(LAYER, replace(LAYER, **{"feed_forward": experts, **changes}), dtype=dtype)
+        def refused(experts: Experts, dtype: torch.dtype = torch.float32) -> str | None:
+            return refusal(LAYER, replace(LAYER, feed_forward=experts), dtype=dtype)
 
         plain = Experts(16, 40, Routing(2))
         swiglu = ClampedSwiglu(1.7, 7.0)
@@ -137,7 +141,7 @@ class TestRefusals:
         assert refused(replace(plain, routing=Routing(2, scaled=True))) is None
         xielu = refused(replace(plain, activation=UngatedActivation.XIELU))
         assert xielu == "it has no mixture of experts with xielu, and this model has it"
-        assert refused(plain, feed_forward=LAYER.feed_forward, beside=plain) is None
+        assert refusal(LAYER, Gemma4Layer(LAYER.mixer, LAYER.feed_forward, beside=plain)) is None
         if native_library.available(torch.bfloat16):
             odd = refused(replace(plain, size=41), torch.bfloat16)
             assert odd is not None
@@ -156,7 +160,7 @@ class TestRefusals:
     def test_sparse_gates_and_several_streams_are_refused(self):
         sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
         assert refusal(LAYER, sparse).startswith("it has no sparse gate")
-        several = replace(LAYER, streams=StreamsSpec(4, 0, 8))
+        several = Gemma3nLayer(LAYER.mixer, LAYER.feed_forward, Norms.AROUND, altup=StreamsSpec(4, 0, 8), input_size=8)
         assert refusal(several).startswith("it has no residual of several streams")
 
 

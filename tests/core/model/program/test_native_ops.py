@@ -8,6 +8,10 @@ from enum import StrEnum
 import pytest
 
 from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.layers.bitnet import BitNetLayer
+from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.layers.diffllama import DiffLlamaLayer
+from chorus.core.model.compose.layers.mimo import MiMoLayer
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.program.op import NoNativeOp
 from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
@@ -22,7 +26,7 @@ from chorus.ops.library.native_program import NativeOp
 HIDDEN = 32
 NORM = NormSpec(1e-6)
 MIXER = AttentionSpec(4, 2, 16, 0.25, RopeConfig(16))
-LAYER = LayerSpec(MIXER, GatedSpec(80))
+LAYER = DecoderLayer(MIXER, GatedSpec(80))
 EXPERTS = Experts(8, 40, Routing(2))
 
 
@@ -107,15 +111,15 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, media_part=2), "Norm Gemm Attend Gemm Norm GateUp Gemm AddMedia"),
         (replace(LAYER, norms=Norms.BEHIND), "Copy Gemm Attend Gemm Norm Copy Copy GateUp Gemm Norm Copy"),
         (
-            replace(LAYER, mixer=replace(MIXER, inner_norm=True), feed_forward=GatedSpec(80, inner_norm=True)),
+            BitNetLayer(MIXER, GatedSpec(80)),
             "Norm Gemm Attend Widen Norm Gemm Norm GateUp Widen Norm Gemm",
         ),
         (
-            replace(LAYER, mixer=replace(MIXER, value_dim=8, value_factor=0.7)),
+            MiMoLayer(replace(MIXER, value_dim=8), GatedSpec(80), value_factor=0.7),
             "Norm Gemm Scale Copy Resize Attend Widen Resize Gemm Norm GateUp Gemm",
         ),
         (
-            replace(LAYER, mixer=replace(MIXER, value_dim=8, difference=DifferenceSpec(0.2, 8))),
+            DiffLlamaLayer(replace(MIXER, value_dim=8), GatedSpec(80), difference=DifferenceSpec(0.2, 8)),
             "Norm Gemm Resize Resize Copy Copy Attend Widen Subtract Gemm Norm GateUp Gemm",
         ),
     ],
