@@ -134,7 +134,7 @@ def _aria(rng: random.Random) -> Fields:
 def _latent(rng: random.Random) -> Fields:
     heads = rng.choice((1, 2, 3, 4))
     count = rng.choice((4, 8, 12))
-    groups = rng.choice((2, 4))
+    groups = rng.choice((2, 4) if count > 4 else (2,))  # a group has at least two experts
     return {
         **_common(rng),
         "num_attention_heads": heads,
@@ -158,8 +158,6 @@ def _latent(rng: random.Random) -> Fields:
 
 def _ax(rng: random.Random) -> Fields:
     found = _latent(rng)
-    while found["n_routed_experts"] // found["n_group"] < 2:
-        found = _latent(rng)
     return {**found, "mlp_layer_types": _types(rng, found["num_hidden_layers"], ("dense", "sparse", "sparse"))}
 
 
