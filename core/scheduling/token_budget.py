@@ -72,17 +72,29 @@ class TokenBudget:
             self.counts, decoding = dict.fromkeys(decoding, 1), []
             self.left -= len(self.counts)
         shares = self._prompt_shares(prompts, len(requests) - len(prompts), waiting)
+        behind = self._only_prompts(prompts)
         for request in (*decoding, *prompts):
             if self.left <= 0:
                 break
             if not request.is_running:  # preempted for an earlier request
                 continue
+            least = int(request.adapter in behind)
+            behind.discard(request.adapter)
             wanted = min(self.left, self._next_chunk(request))
-            count = self._count(request, wanted, shares)
+            count = self._count(request, min(wanted, max(least, self.left - len(behind))), shares)
             if count < wanted:
                 self._truncated.append(request)
             if count:
                 self._schedule(request, count)
+
+    def _only_prompts(self, prompts: Sequence[Request]) -> set[Adapter | None]:
+        """Where a step's adapters are limited, those of which it has prompts alone: each gets at least one token. Else
+        one would have a turn, for which others are left out, and no sequence.
+        """
+        if self._limits.max_adapters_per_step is None or len(prompts) < 2:
+            return set()
+        decoding = {request.adapter for request in self.counts}
+        return {request.adapter for request in prompts} - decoding - {None}
 
     def _count(self, request: Request, wanted: int, shares: dict[str, int] | None) -> int:
         """How many of `wanted` tokens a running request gets. shares: of tenants with prompts, which are charged."""
