@@ -108,7 +108,8 @@ class TokenBudget:
     def most(self, request: Request, count: int) -> int:
         """Return how many of `count` tokens of a request fit in what is left of the step."""
         count = min(count, self.left)
-        return count if self.work is None or count < 2 else self.work.most(request, count)
+        decodes = request.is_running and count < 2
+        return count if self.work is None or decodes else self.work.most(request, count)
 
     def whole(self, request: Request, start: int, count: int) -> int:
         """Return `count` tokens of a request from `start` on, fewer or more where a block of its prompt would be cut; 0
@@ -123,8 +124,19 @@ class TokenBudget:
         """Record that the step computes `count` tokens of a request, which are not of `counts` yet."""
         self.counts[request] = self.counts.get(request, 0) + count
         self.left -= count
-        if self.work is not None and num_missing(request) > 1:
+        has_prompt = num_missing(request) > 1 or request.num_computed_tokens < request.num_prompt_tokens
+        if self.work is not None and has_prompt:
             self.work.take(request, count)
+
+    def drop_held(self) -> int:
+        """Take back the tokens of prompts that are no longer to be in the step; return of how many."""
+        assert self.work is not None
+        held = self.work.held
+        dropped = [each for each in self.counts if num_missing(each) > 1 and each.fairness_key in held]
+        for request in dropped:
+            self.left += self.counts.pop(request)
+        self._truncated = [each for each in self._truncated if each.fairness_key not in held]
+        return len(dropped)
 
     def begin_admission(self, num_used: int, *, may_borrow: bool) -> None:
         """Leave to waiting requests the tokens that running ones don't use, at least one with `may_borrow`."""
