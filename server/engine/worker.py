@@ -248,24 +248,12 @@ class EngineWorker:
         waits for an engine that hangs. of: the request that it submits.
         """
         future: Future[T] = Future()
-        settling = [future]  # taken out by `run`: a future whose error has a frame that refers to it is a cycle
+        settling = [future]
 
         def run(refusal: str | None = None) -> None:
-            if not settling[0].set_running_or_notify_cancel():
-                return
-            try:
-                refusal = refusal or self.failure
-                if refusal is None:
-                    result = action()
-                    settling.pop().set_result(result)
-                elif unless_running is not None:
-                    settling.pop().set_result(unless_running)
-                else:
-                    raise EngineUnavailable(refusal)
-            except Exception as error:
-                settling.pop().set_exception(error)
-                if isinstance(error, ExecutorLost):
-                    self._lost = error
+            error = _settle(settling, action, refusal or self.failure, unless_running)
+            if isinstance(error, ExecutorLost):
+                self._lost = error
 
         with self._wake:
             stalled = self.stalled if unless_running is None else None
@@ -470,3 +458,26 @@ class EngineWorker:
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):
             self._abort(request_id)
+
+
+def _settle(
+    settling: list[Future[T]], action: Callable[[], T], refusal: str | None, unless_running: T | None
+) -> Exception | None:
+    """Run an action for the one future of a list, and take that out; return the action's error.
+
+    A future whose error has a frame that refers to it would be a cycle.
+    """
+    if not settling[0].set_running_or_notify_cancel():
+        return None
+    try:
+        if refusal is None:
+            result = action()
+        elif unless_running is not None:
+            result = unless_running
+        else:
+            raise EngineUnavailable(refusal)
+        settling.pop().set_result(result)
+    except Exception as error:
+        settling.pop().set_exception(error)
+        return error
+    return None
