@@ -21,7 +21,7 @@ DECODE_STEPS = 5.0
 LEAST_DECODE_STEPS = 2.0
 """The least target, in decode steps: no debt would ever be paid off by steps that take longer than their target."""
 
-EFFICIENT = 8.0
+EFFICIENT = 10.0
 """Least time of a step's prompts, in what a step takes without any of their tokens: shorter ones would mostly wait
 for launches and weights."""
 
@@ -170,9 +170,11 @@ class StepTarget:
         """Note that a step begins; the one before it has taken the time since it began, with all between the two."""
         before, began = NO_PROMPTS if self.has_plain_last else self.last, self.began
         self.has_plain_last, self.last, self.began = not prompts.by_tenant, prompts, now
-        if before is not None:
+        if before is None:
+            return
+        if before.by_tenant or not prompts.by_tenant:  # a plain step's time has the planning of the step after it
             self.note(before, now - began)
-            self.settle(before, now - began)
+        self.settle(before, now - began)
 
     def pause(self) -> None:
         """Note that no step follows the last one at once."""

@@ -235,6 +235,15 @@ def test_time_without_steps_is_no_step():
     assert [*target.decode_seconds] == [2.0]
 
 
+def test_a_decode_step_is_not_slow_because_many_prompts_are_planned_after_it():
+    """Decode steps between those of prompts were taken to be as slow, and prompts then filled all that time."""
+    target = StepTarget(None)
+    for now in (0.0, 1.0):
+        target.begin(plan(1), now)
+    target.begin(plan(100), 51.0)
+    assert [*target.decode_seconds] == [1.0]
+
+
 def test_drafts_are_no_prompts():
     target = StepTarget(None)
     note(target, plan(4, 4, drafts=3), DECODE)
