@@ -115,8 +115,6 @@ class AdapterWeights(RowsFile):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 self._put(found, own_name, own, name)
-                if own_name != name:
-                    self._given[own_name] = self.given_name(name)
         self.has_cut_columns = cut_further(found, self.modules)
         return found
 
@@ -196,7 +194,9 @@ class AdapterWeights(RowsFile):
         if kind == INPUT_SCALE:
             raise AdapterFormatError(f"{self.path}: tensor {shown(self.given_name(name))} {NO_INPUT_SCALE}")
         for part, own in self._split(name, info, path, kind):
-            yield f"{layer}.{part}.{kind}", own
+            own_name = f"{layer}.{part}.{kind}"
+            self._given[own_name] = self.given_name(name)
+            yield own_name, own
 
     def _of_projections(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         """The tensors, those of a parameter of all experts as of each projection whose rows it has.
