@@ -51,6 +51,7 @@ from .speculation.ngrams import NgramProposer
 from .speculation.speculation import Speculation
 
 if TYPE_CHECKING:
+    from ..memory.files.error import LoadFailure
     from ..memory.host.budget import HostBudget
     from .media.encoder import ImageEncoder
 
@@ -159,7 +160,9 @@ class Engine:
         )
         if self.answers is not None:
             self.scheduler.lifecycle.note_answer = self.answers.add
-        self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
+        self.adapters = ServedAdapters(
+            config, executor.adapters, self.reclaimer, self.scheduler, requests=self.requests, end=self.end
+        )
         self.modes = self._modes(policies.mode)
         if executor.start is not None and config.async_scheduling and not config.launches_ahead:
             logger.info("async scheduling is off: speculation needs the tokens of a step before it plans the next one")
@@ -257,17 +260,36 @@ class Engine:
         for request, error, failure, _ in () if self.encoder is None else self.encoder.take():
             if error is None:
                 self.scheduler.add(request)
+                self._leave_encoder(request)
             else:
-                ended = RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure)
-                self.scheduler.lifecycle.ended_outside_steps.append(ended)
-            if request.adapter is not None:
-                self.store.let_go(request.adapter)
+                self._end_before_steps(request, error, failure)
+
+    def _leave_encoder(self, request: Request) -> None:
+        if request.adapter is not None:
+            self.store.let_go(request.adapter)
+
+    def _end_before_steps(self, request: Request, error: str, failure: LoadFailure | None) -> None:
+        """End a request with an error that the encoder no longer has, and that has not been queued."""
+        ended = RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure)
+        self.scheduler.lifecycle.ended_outside_steps.append(ended)
+        self._leave_encoder(request)
+
+    def requests(self) -> list[Request]:
+        """All requests in progress: those in the queues, and those that wait for their images."""
+        waiting = () if self.encoder is None else self.encoder.pending()
+        return [*self.scheduler.lifecycle.requests.values(), *waiting]
+
+    def end(self, request: Request, error: str, failure: LoadFailure | None) -> None:
+        """End a request in progress with an error, which `pop_ended` or the next step returns."""
+        if self.encoder is not None and self.encoder.cancel(request.id) is not None:
+            self._end_before_steps(request, error, failure)
+        else:
+            self.scheduler.lifecycle.end(request, error, failure)
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; it has no further output. False if it is unknown or done."""
         if self.encoder is not None and (request := self.encoder.cancel(request_id)) is not None:
-            if request.adapter is not None:
-                self.store.let_go(request.adapter)
+            self._leave_encoder(request)
             return True
         return self.scheduler.abort(request_id)
 

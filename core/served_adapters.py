@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,13 +28,25 @@ if TYPE_CHECKING:
 class ServedAdapters:
     """Names of adapters, for requests and for an operator; `AdapterStore` owns the adapters themselves."""
 
-    def __init__(self, config: EngineConfig, files: AdapterBackend, reclaimer: Reclaimer, scheduler: Scheduler) -> None:
-        """files: reads and checks adapters as the executor needs them. scheduler: ends requests of removed adapters."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: AdapterBackend,
+        reclaimer: Reclaimer,
+        scheduler: Scheduler,
+        *,
+        requests: Callable[[], list[Request]],
+        end: Callable[[Request, str, LoadFailure], None],
+    ) -> None:
+        """files: reads and checks adapters as the executor needs them. requests: returns all requests in progress.
+        end: ends one with an error.
+        """
         self._config = config
         self._files = files
         self._reclaimer = reclaimer
         self._store = reclaimer.store
         self._scheduler = scheduler
+        self._requests, self._end = requests, end
         self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
         """Adapters that are not served, by name."""
@@ -183,18 +195,17 @@ class ServedAdapters:
             self.paused.discard(adapter.name)
         if not force:
             return 0
-        lifecycle = self._scheduler.lifecycle
         users = [
             request
-            for request in lifecycle.requests.values()
-            if request.adapter is not None
+            for request in self._requests()
+            if (version := request.changed_by) is not None
             and any(
                 each is adapter or each.name == name  # a name has the versions, too, that only composed ones hold
-                for each in (request.adapter, *request.adapter.sources)
+                for each in (version, *version.sources)
             )
         ]
         for request in users:
-            lifecycle.end(request, f"adapter {name!r} was removed", LoadFailure.REMOVED)
+            self._end(request, f"adapter {name!r} was removed", LoadFailure.REMOVED)
         return len(users)
 
 

@@ -120,6 +120,10 @@ class ImageEncoder:
         """Requests that wait here."""
         return len(self._pending)
 
+    def pending(self) -> list[Request]:
+        """The requests that wait here."""
+        return [*self._pending.values()]
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pending
 

@@ -33,7 +33,7 @@ def to_record(request: Request, now: float) -> dict[str, Any]:
     Its client has received all tokens that were generated so far. An adapter is the hash of its content; its name
     is the one that the client asked for, and may mean another adapter elsewhere. now: seconds on the engine's clock.
     """
-    adapter = request.bound if request.media_scope else request.adapter  # one of images alone has left `adapter`
+    adapter = request.changed_by
     return {
         "v": VERSION,
         "id": request.id,

@@ -194,6 +194,11 @@ class Request:
         return keys_of(tokens, self.media, begin, self.media_scope) if self.media else tokens
 
     @property
+    def changed_by(self) -> BoundVersion | None:
+        """The version of an adapter that its result depends on; one that changes images alone is not its `adapter`."""
+        return self.bound if self.media_scope else self.adapter
+
+    @property
     def needs_prompt_states(self) -> bool:
         """True if results need hidden states of the prompt's earlier tokens, which a cached prefix does not have."""
         return self.params.prompt_logprobs is not None or self.params.pooling in ("mean", "cls")

@@ -114,6 +114,11 @@ class ScheduledSequence:
         return min(max(0, self.lora_from - self.start), len(self.tokens))
 
     @property
+    def is_prompt(self) -> bool:
+        """True if it computes a prompt, or tokens again, be it the last one of these alone."""
+        return len(self.tokens) - self.drafts > 1 or self.kv_len <= self.num_prompt_tokens
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """True if the request asks for logprobs of prompt tokens that follow these tokens."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens

@@ -48,7 +48,7 @@ from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_builder import StepBuilder
 from .step_shares import StepShares
-from .step_target import PromptWork, StepPrompts, StepTarget
+from .step_target import NO_PROMPTS, PromptWork, StepPrompts, StepTarget
 
 
 class Scheduler:
@@ -106,6 +106,7 @@ class Scheduler:
         target = limits.target_step_ms if limits.chunked_prefill else 0.0
         self.target = StepTarget(None if target == "auto" else target / 1e3) if target else None
         """None: nothing bounds a step's prompts but `max_num_batched_tokens`."""
+        self._plain: list[ScheduledSequence] = []  # of the last step without prompts
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._speculation = speculation
@@ -258,13 +259,23 @@ class Scheduler:
         target = self.target
         if target is None:
             return
-        is_plain = plan.bucket is not None
+        is_plain = self._is_plain(plan)
         if (is_plain and target.has_plain_last and not target.debts) or self._has_one_tenant():
             if is_plain and target.has_plain_last:
                 target.decode_seconds.append(now - target.began)
             target.has_plain_last, target.began, target.last = is_plain, now, None
         else:
-            target.begin(StepPrompts.of(plan, self._requests), now)
+            target.begin(NO_PROMPTS if is_plain else StepPrompts.of(plan, self._requests), now)
+
+    def _is_plain(self, plan: StepPlan) -> bool:
+        """True if no sequence of a step has a prompt. Most steps have the very sequences of the one before."""
+        if plan.bucket is None:
+            return False
+        if plan.sequences is not self._plain:
+            if any(sequence.is_prompt for sequence in plan.sequences):
+                return False
+            self._plain = plan.sequences
+        return True
 
     def _has_one_tenant(self) -> bool:
         """True if all requests are one tenant's, and nothing is known of others': then no step needs a target."""

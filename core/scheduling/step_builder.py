@@ -123,8 +123,19 @@ class StepBuilder:
             self._deschedule(donor)
         self.num_sequences += 1
         if count:
+            if self.work is not None and self.work.frees_step(request.fairness_key):
+                self._free_step(self.work)
             self.tokens.take(request, count)
         self.slots.admit(request.fairness_key, count)
+
+    def _free_step(self, work: PromptWork) -> None:
+        """Leave out the prompts of tenants that owe time, as one that owes none begins a request."""
+        work.free_step()
+        if self.all_decode:  # then `counts` has admitted requests alone, and another running one counts as decoding
+            decoding = [each for each in self.candidates if each not in self.admitted]
+            self.tokens.counts = {**dict.fromkeys(decoding, 1), **self.tokens.counts}
+            self.all_decode = False
+        self.num_sequences -= self.tokens.drop_held()
 
     def may_begin(self, tenant: str) -> bool:
         """True if a tenant, the first in turn, may begin a request in a slot of the present source."""

@@ -21,7 +21,7 @@ DECODE_STEPS = 5.0
 LEAST_DECODE_STEPS = 2.0
 """The least target, in decode steps: no debt would ever be paid off by steps that take longer than their target."""
 
-EFFICIENT = 8.0
+EFFICIENT = 10.0
 """Least time of a step's prompts, in what a step takes without any of their tokens: shorter ones would mostly wait
 for launches and weights."""
 
@@ -30,6 +30,10 @@ MOST_DEBT = 64.0
 
 LEAST_TOKENS = 16
 """Prompt tokens of a step whatever its target: prompts always make progress, and each step reads all weights."""
+
+PROMPT_TOKENS = 8
+"""What a prompt takes in a step beside its tokens, in tokens: it is planned, sampled from and answered. Chosen; their
+price is learned with that of tokens, so it matters where short and long prompts take turns."""
 
 RECENT_SECONDS = 1.0
 """A tenant counts as decoding for so long after it did: its next request should not wait for a long step either."""
@@ -43,7 +47,8 @@ _ANY = 1 << 30
 
 
 class PromptTimes:
-    """What the prompts of steps have taken: a time for each token, and one for having any.
+    """What the prompts of steps have taken: a time for each token, and one for having any. A prompt counts as
+    `PROMPT_TOKENS` more.
 
     The latest steps are kept by the power of two of their tokens. The price of a token is the slope between the
     smallest and the largest of these sizes: were it a step's time by its tokens, then bounded steps, which are short,
@@ -99,7 +104,9 @@ class PromptTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepPrompts:
-    """Prompt tokens of a step, by tenant. num_scored: tokens whose log-probabilities are reported."""
+    """Prompt tokens of a step, by tenant, with `PROMPT_TOKENS` for each prompt. num_scored: those of prompts whose
+    log-probabilities are reported.
+    """
 
     by_tenant: Mapping[str, int]
     num_scored: int = 0
@@ -108,9 +115,9 @@ class StepPrompts:
     def of(cls, plan: StepPlan, requests: Mapping[str, Request]) -> StepPrompts:
         """Count those of a plan. requests: by id; those that have ended belong to nobody."""
         by_tenant, num_scored = Counter[str](), 0
-        for sequence in plan.sequences if plan.bucket is None else ():  # else none has a prompt
-            count = len(sequence.tokens) - sequence.drafts
-            if count > 1:
+        for sequence in plan.sequences:
+            if sequence.is_prompt:
+                count = len(sequence.tokens) - sequence.drafts + PROMPT_TOKENS
                 request = requests.get(sequence.request_id)
                 by_tenant["" if request is None else request.fairness_key] += count
                 num_scored += count * sequence.wants_prompt_logprobs
@@ -131,7 +138,8 @@ class StepTarget:
     The target is a mean: a step with prompts may take longer, so that prompts keep most of their rate. The time beyond
     the target is a debt of the tenants whose prompts it had, which later steps pay off. While a tenant has one and
     another tenant decodes, its prompts wait; those of tenants without a debt don't, so that a tenant with a few prompts
-    does not wait for what a flood owes.
+    does not wait for what a flood owes. Nor does its first token: in a step in which it begins a request, there are no
+    prompts of tenants with a debt.
 
     target_seconds: None: `DECODE_STEPS` decode steps.
     """
@@ -162,9 +170,11 @@ class StepTarget:
         """Note that a step begins; the one before it has taken the time since it began, with all between the two."""
         before, began = NO_PROMPTS if self.has_plain_last else self.last, self.began
         self.has_plain_last, self.last, self.began = not prompts.by_tenant, prompts, now
-        if before is not None:
+        if before is None:
+            return
+        if before.by_tenant or not prompts.by_tenant:  # a plain step's time has the planning of the step after it
             self.note(before, now - began)
-            self.settle(before, now - began)
+        self.settle(before, now - began)
 
     def pause(self) -> None:
         """Note that no step follows the last one at once."""
@@ -218,7 +228,7 @@ class StepTarget:
         least = median(self.decode_seconds) + max(any_seconds, scored_seconds)
         seconds = max(self._target() - least, EFFICIENT * least)
         least_tokens = self._plain.least_tokens, self._scored.least_tokens
-        return PromptWork(seconds, token, max(0.0, scored - token), held, least_tokens)
+        return PromptWork(seconds, token, max(0.0, scored - token), held, least_tokens, owing=self.debts.keys() - held)
 
     def without_held(self, requests: list[Request]) -> list[Request]:
         """Return the requests without the prompts of tenants that owe time to another one that decodes."""
@@ -248,22 +258,46 @@ class PromptWork:
     num_tokens: int = 0
     """Tokens that were taken."""
 
+    owing: Set[str] = frozenset()
+    """Further tenants with a debt, whose prompts are in the step unless one without a debt begins a request in it."""
+
+    whole_seconds: float = field(init=False)
+    """Seconds before any was taken."""
+
+    def __post_init__(self) -> None:
+        self.whole_seconds = self.seconds
+
     @property
     def room(self) -> int:
         """Tokens for which there is still time, if they are not scored."""
         left = self.least_tokens[False] - self.num_tokens
-        return max(math.floor(self.seconds / self.token), left) if self.token else _ANY
+        return max(math.floor(self.seconds / self.token) - PROMPT_TOKENS, left) if self.token else _ANY
 
     def most(self, request: Request, count: int) -> int:
         """Return how many of `count` prompt tokens of a request the step may compute."""
         is_scored = _is_scored(request)
         price = self.token + self.scored * is_scored
-        room = max(math.floor(self.seconds / price), self.least_tokens[is_scored] - self.num_tokens) if price else count
-        return max(0, min(count, room))
+        if not price:
+            return count
+        frees = not request.is_running and self.frees_step(request.fairness_key)
+        seconds, num_taken = (self.whole_seconds, 0) if frees else (self.seconds, self.num_tokens)
+        room = math.floor(seconds / price) - PROMPT_TOKENS
+        return max(0, min(count, max(room, self.least_tokens[is_scored] - num_taken)))
+
+    def frees_step(self, tenant: str) -> bool:
+        """True if other tenants' prompts leave the step once this one begins a request in it, as they owe time: its
+        first token waits for the whole step.
+        """
+        return bool(self.owing) and tenant not in self.owing and tenant not in self.held
+
+    def free_step(self) -> None:
+        """Hold the prompts of all tenants that owe time."""
+        self.held, self.owing = self.held | self.owing, frozenset()
+        self.seconds, self.num_tokens = self.whole_seconds, 0
 
     def take(self, request: Request, count: int) -> None:
         """Record that the step computes so many prompt tokens of a request."""
-        self.seconds -= count * (self.token + self.scored * _is_scored(request))
+        self.seconds -= (count + PROMPT_TOKENS) * (self.token + self.scored * _is_scored(request))
         self.num_tokens += count
 
 

@@ -72,17 +72,29 @@ class TokenBudget:
             self.counts, decoding = dict.fromkeys(decoding, 1), []
             self.left -= len(self.counts)
         shares = self._prompt_shares(prompts, len(requests) - len(prompts), waiting)
+        behind = self._only_prompts(prompts)
         for request in (*decoding, *prompts):
             if self.left <= 0:
                 break
             if not request.is_running:  # preempted for an earlier request
                 continue
+            least = int(request.adapter in behind)
+            behind.discard(request.adapter)
             wanted = min(self.left, self._next_chunk(request))
-            count = self._count(request, wanted, shares)
+            count = self._count(request, min(wanted, max(least, self.left - len(behind))), shares)
             if count < wanted:
                 self._truncated.append(request)
             if count:
                 self._schedule(request, count)
+
+    def _only_prompts(self, prompts: Sequence[Request]) -> set[Adapter | None]:
+        """Where a step's adapters are limited, those of which it has prompts alone: each gets at least one token. Else
+        one would have a turn, for which others are left out, and no sequence.
+        """
+        if self._limits.max_adapters_per_step is None or len(prompts) < 2:
+            return set()
+        decoding = {request.adapter for request in self.counts}
+        return {request.adapter for request in prompts} - decoding - {None}
 
     def _count(self, request: Request, wanted: int, shares: dict[str, int] | None) -> int:
         """How many of `wanted` tokens a running request gets. shares: of tenants with prompts, which are charged."""
@@ -96,7 +108,8 @@ class TokenBudget:
     def most(self, request: Request, count: int) -> int:
         """Return how many of `count` tokens of a request fit in what is left of the step."""
         count = min(count, self.left)
-        return count if self.work is None or count < 2 else self.work.most(request, count)
+        decodes = request.is_running and count < 2
+        return count if self.work is None or decodes else self.work.most(request, count)
 
     def whole(self, request: Request, start: int, count: int) -> int:
         """Return `count` tokens of a request from `start` on, fewer or more where a block of its prompt would be cut; 0
@@ -111,8 +124,19 @@ class TokenBudget:
         """Record that the step computes `count` tokens of a request, which are not of `counts` yet."""
         self.counts[request] = self.counts.get(request, 0) + count
         self.left -= count
-        if self.work is not None and num_missing(request) > 1:
+        has_prompt = num_missing(request) > 1 or request.num_computed_tokens < request.num_prompt_tokens
+        if self.work is not None and has_prompt:
             self.work.take(request, count)
+
+    def drop_held(self) -> int:
+        """Take back the tokens of prompts that are no longer to be in the step; return of how many."""
+        assert self.work is not None
+        held = self.work.held
+        dropped = [each for each in self.counts if num_missing(each) > 1 and each.fairness_key in held]
+        for request in dropped:
+            self.left += self.counts.pop(request)
+        self._truncated = [each for each in self._truncated if each.fairness_key not in held]
+        return len(dropped)
 
     def begin_admission(self, num_used: int, *, may_borrow: bool) -> None:
         """Leave to waiting requests the tokens that running ones don't use, at least one with `may_borrow`."""

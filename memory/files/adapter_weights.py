@@ -28,7 +28,7 @@ from .slices import SlicedTarget, SliceFactors, Target, by_target
 from .tensor_info import TensorInfo
 from .unserved import mend_of
 from .values import read_values
-from .vectors import ENDS, INPUT_SCALE, PATTERN
+from .vectors import ENDS, INPUT_SCALE, NO_INPUT_SCALE, PATTERN
 from .whole_copies import RowsFile
 
 if TYPE_CHECKING:
@@ -187,12 +187,16 @@ class AdapterWeights(RowsFile):
     def _shares(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """A tensor, or the share in it of each projection that it is of."""
         match = _IN_LAYER.fullmatch(name)
-        if match is None or match[2] not in self.modules.stacked or match[3] == INPUT_SCALE:
+        if match is None or match[2] not in self.modules.stacked:
             yield name, info
             return
         layer, path, kind = match.groups()
+        if kind == INPUT_SCALE:
+            raise AdapterFormatError(f"{self.path}: tensor {shown(self.given_name(name))} {NO_INPUT_SCALE}")
         for part, own in self._split(name, info, path, kind):
-            yield f"{layer}.{part}.{kind}", own
+            own_name = f"{layer}.{part}.{kind}"
+            self._given[own_name] = self.given_name(name)
+            yield own_name, own
 
     def _of_projections(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         """The tensors, those of a parameter of all experts as of each projection whose rows it has.

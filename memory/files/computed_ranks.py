@@ -11,6 +11,7 @@ from ..pages.projections import Projections
 from .config import CONFIG_FILE, MAX_RANK
 from .error import AdapterFormatError
 from .methods.registry import CONVERT
+from .module_paths import ModulePaths
 from .targets import Targets
 from .tensor_file import TensorFile
 from .tensor_info import TensorInfo
@@ -21,7 +22,7 @@ _SHARE = 4
 
 
 def take_computed_ranks(
-    file: TensorFile, targets: Targets, names: Mapping[tuple[int, str], tuple[str, str]], projections: Projections
+    file: TensorFile, targets: Targets, names: Mapping[tuple[int, str], tuple[str, str]], modules: ModulePaths
 ) -> bool:
     """Give targets with a computed A the rank that it has, and take off those of rank 0. Return True if any may be
     larger than the file's tensors.
@@ -30,6 +31,7 @@ def take_computed_ranks(
     """
     if not targets:  # it changes a vision tower alone
         return False
+    projections, matrices = modules.projections, modules.matrices
     is_larger, most_dim = False, _largest(targets, projections)
     for (layer, module), (rank, scale) in list(targets.items()):
         info = file.tensors[names[layer, module][0]]
@@ -37,14 +39,14 @@ def take_computed_ranks(
         if computed is None:
             continue
         is_larger |= computed.is_larger
-        where = f"{file.path}: {computed.method} of {module} in layer {layer}"
+        name, outputs = matrices.get(module, (module, projections[module].outputs))
+        where = f"{file.path}: {computed.method} of {name} in layer {layer}"
         _check_parts(where, [file.tensors[name] for name in names[layer, module]], most_dim)
         if computed.rank not in (None, rank):
             raise AdapterFormatError(
                 f"{where} has rank {computed.rank}, by {CONFIG_FILE} (r, rank_pattern) it is {rank}: mend the wrong one"
             )
-        projection = projections[module]
-        most = min(projection.inputs, projection.outputs) // _SHARE if computed.is_larger else MAX_RANK
+        most = min(projections[module].inputs, outputs) // _SHARE if computed.is_larger else MAX_RANK
         if info.shape[0] > min(most, MAX_RANK):
             raise AdapterFormatError(
                 f"{where} is LoRA of rank {info.shape[0]}, and at most {most} are served there, a quarter of the "

@@ -117,7 +117,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             others = {name for target in vectors for name in vector_names(target, projections)}
             others.update(TENSORS if config.has_head else ())
             _check_names(file, names, config, projections, others)
-            is_larger = take_computed_ranks(file, targets, names, projections)
+            is_larger = take_computed_ranks(file, targets, names, modules)
             _check_shapes(file, targets, names, config, projections)
             if bypassed := find_bypassed(file, names, vectors, projections):
                 _leave_out(bypassed, targets, names, projections)

@@ -392,6 +392,12 @@ class ModulePaths:
         return {path: tuple((own[module].path, rows) for module, rows in parts) for path, parts in self.fused}
 
     @cached_property
+    def matrices(self) -> dict[str, tuple[str, int]]:
+        """By projection that is in a matrix of several, the name and the rows of that."""
+        own = ((path.rpartition(".")[2], parts) for path, parts in self.fused)
+        return {part: (name, sum(rows for _, rows in parts)) for name, parts in own for part, _ in parts}
+
+    @cached_property
     def names(self) -> str:
         """Names for PEFT's `target_modules`."""
         last = (path if "{}" in path else path.rpartition(".")[2] for path in self.by_path)

@@ -32,6 +32,11 @@ _OTHER_BIAS = (
 
 _OTHER_SCALE = f"scales outputs of something other than a projection of a layer; {MERGE}"
 
+NO_INPUT_SCALE = (
+    "scales inputs, which is served of down_proj in a gated feed-forward part alone, and where up_proj is a matrix of "
+    f"its own; {MERGE}"
+)
+
 #: Module of a layer → rank and scale of LoRA.
 Targets = Mapping[tuple[int, str], tuple[int, float]]
 
@@ -151,10 +156,7 @@ def _why_no_scale(name: str, modules: Collection[str]) -> str:
     if name.endswith(f".{OUTPUT_SCALE}"):
         is_there = name.removesuffix(f".{OUTPUT_SCALE}") in modules
         return "is not targeted by adapter_config.json; mend either" if is_there else _OTHER_SCALE
-    return (
-        "scales inputs, which is served of down_proj in a gated feed-forward part alone, and where up_proj is a matrix "
-        f"of its own; {MERGE}"
-    )
+    return NO_INPUT_SCALE
 
 
 def _why_no_other_bias(name: str) -> str | None:

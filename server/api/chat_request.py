@@ -6,7 +6,7 @@ Tests: tests/server/test_chat.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import from_json
@@ -111,6 +111,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
     echo: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     mm_processor_kwargs: dict[str, Any] = {}
 
@@ -160,6 +161,8 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
         template = tokenizer.chat_template
         effort = self._effort()
         ignored = [] if not effort or any(name in template for name in effort) else ["reasoning_effort"]
+        if self.verbosity not in (None, "medium") and "verbosity" not in template:
+            ignored.append("verbosity")
         if self.tools and ("tools" not in template or not tokenizer.knows_calls):
             ignored.append("tools")
         if self.thinking_token_budget not in (None, -1) and self.obeyed_budget(tokenizer) is None:
@@ -174,6 +177,9 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
             return {}
         return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
+    def _verbosity(self) -> dict[str, Any]:
+        return {} if self.verbosity is None else {"verbosity": self.verbosity}
+
     def conversation(self) -> Conversation:
         """Messages and options for the chat template."""
         begins = self.add_generation_prompt
@@ -182,7 +188,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
             begins_output=not self.continue_final_message if begins is None else begins,
             continues_last=self.continue_final_message,
             tools=self.tools,
-            variables={**self._effort(), **self.chat_template_kwargs},
+            variables={**self._effort(), **self._verbosity(), **self.chat_template_kwargs},
             add_special_tokens=self.add_special_tokens,
         )
 

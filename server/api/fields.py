@@ -171,7 +171,7 @@ INSTEAD = {
     "return_prompt_token_ids": "use return_token_ids",
     "return_tokens": "use return_token_ids",
     "stop_regex": "use stop",
-    "verbosity": "no chat template has it: say in a message how long the answer shall be, or limit it by max_tokens",
+    "verbosity": "limit the length by max_tokens",
     "use_beam_search": "beams of one adapter would take the slots of others; ask for n choices and choose by logprobs",
 }
 """Advice for refused fields that have an alternative."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,6 +63,28 @@ class Delta:
     """Logprobs of the prompt tokens except the first: on a choice's first delta, if requested."""
     parts: Sequence[Part] | None = None
     """The text split into content, reasoning and tool calls, as far as it is certain; None without a parser."""
+
+
+class _AllSettled:
+    """Await it for a number of futures of other threads, whose end is noted: the loop is woken once, not for each."""
+
+    def __init__(self, count: int) -> None:
+        self._left = itertools.count(count - 1, -1)  # `next` is atomic
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+
+    def note(self, _: Future[None]) -> None:
+        """From any thread."""
+        if next(self._left) == 0:
+            with suppress(RuntimeError):  # the loop was closed, and the caller with it
+                self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def __await__(self) -> Generator[None, None, None]:
+        return self._done.__await__()
 
 
 async def some_at_once(items: Iterable[T]) -> AsyncIterator[T]:
@@ -306,20 +331,27 @@ class Generation:
         """Returns when the engine has accepted every choice; raises its InvalidRequest or Overloaded otherwise."""
         loop = self._loop = asyncio.get_running_loop()
         receiver = (self._put_in_bulk, None) if self._in_bulk else (self._put, loop)
-        waiting: list[asyncio.Future[None]] = []
+        waiting: list[Future[None]] = []
+        all_settled = _AllSettled(len(self.choices))
         try:
             self._open.update(self._by_request)
             for first in range(0, len(self.choices), AT_ONCE):
                 if first:
                     await asyncio.sleep(0)
                 some = self.choices[first : first + AT_ONCE]
-                waiting += [asyncio.wrap_future(self._worker.submit(each.request, *receiver)) for each in some]
-            for answer in await asyncio.gather(*waiting, return_exceptions=True):
-                if isinstance(answer, BaseException):
-                    raise answer
+                for each in some:
+                    waiting.append(self._worker.submit(each.request, *receiver))
+                    waiting[-1].add_done_callback(all_settled.note)
+            await all_settled
+            if (error := next(filter(None, (each.exception() for each in waiting)), None)) is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # else the error's own frame refers to it
             self._check_tokenizer()
         except BaseException:
-            asyncio.gather(*waiting, return_exceptions=True).cancel()  # nobody waits for them any more
+            while waiting:  # nobody waits for them any more; the error's frame should not refer to them
+                waiting.pop().cancel()
             for request_id in self._open:
                 self._worker.abort(request_id)
             self._open.clear()

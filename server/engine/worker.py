@@ -25,6 +25,7 @@ from ..errors import EngineUnavailable
 from .backend import SHUTTING_DOWN, OnOutput, Settle, in_place
 from .engine_adapters import EngineAdapters
 from .engine_view import EngineView, Picture
+from .inbox import Inbox
 from .subscribers import Subscribers
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class EngineWorker:
         self._marks = itertools.count()
         self._steps = 0  # at the end of the latest turn
         self._wake = threading.Condition()
-        self._inbox: list[Callable[..., None]] = []
+        self._inbox = Inbox()
         self._state = WorkerState.STARTING
         self._subscribers = Subscribers()
         self._cancelled: deque[str] = deque()  # requests to abort once the engine responds
@@ -146,7 +147,7 @@ class EngineWorker:
         Once the engine responds again, it aborts the requests.
         """
         with self._wake:
-            calls, self._inbox = self._inbox, []
+            calls = self._inbox.take_all()
         ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
         self._cancelled.extend(ended)
         for call in calls:
@@ -161,7 +162,7 @@ class EngineWorker:
         `on_output` is then called with every output: on `loop`, or on the worker's thread if `loop` is None. All
         outputs of a step reach a loop in one call.
         """
-        return self._enqueue(partial(self._submit, request, on_output, loop))
+        return self._enqueue(partial(self._submit, request, on_output, loop), of=request)
 
     def resume(
         self, record: Mapping[str, Any], on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
@@ -238,35 +239,30 @@ class EngineWorker:
             raise EngineUnavailable(self.failure)
         return self._engine.adapters.check_weights(manifest)
 
-    def _enqueue(self, action: Callable[[], T], unless_running: T | None = None) -> Future[T]:
+    def _enqueue(
+        self, action: Callable[[], T], unless_running: T | None = None, of: Request | None = None
+    ) -> Future[T]:
         """Run an action on the engine's thread.
 
         unless_running: the result if the engine has ended, instead of an EngineUnavailable. With it, the action also
-        waits for an engine that hangs.
+        waits for an engine that hangs. of: the request that it submits.
         """
         future: Future[T] = Future()
+        settling = [future]
 
         def run(refusal: str | None = None) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                refusal = refusal or self.failure
-                if refusal is None:
-                    future.set_result(action())
-                elif unless_running is not None:
-                    future.set_result(unless_running)
-                else:
-                    raise EngineUnavailable(refusal)
-            except Exception as error:
-                future.set_exception(error)
-                if isinstance(error, ExecutorLost):
-                    self._lost = error
+            error = _settle(settling, action, refusal or self.failure, unless_running)
+            if isinstance(error, ExecutorLost):
+                self._lost = error
 
         with self._wake:
             stalled = self.stalled if unless_running is None else None
             trouble = self.failure or stalled or (SHUTTING_DOWN if self._state is WorkerState.STOPPING else None)
             if trouble is None:
-                self._inbox.append(run)
+                if of is None:
+                    self._inbox.put(run)
+                else:
+                    self._inbox.put_request(of.id, of.tenant, run)
                 self._wake.notify()
                 self._engine.wake()
                 return future
@@ -306,7 +302,7 @@ class EngineWorker:
             self.failure = "the engine broke down"
         with self._wake:
             self._state = WorkerState.ENDED
-            rest, self._inbox = self._inbox, []
+            rest = self._inbox.take_all()
         self.failure = self.failure or SHUTTING_DOWN
         for run in rest:
             run()
@@ -332,7 +328,7 @@ class EngineWorker:
                 self._wake.wait()
             if self._state is WorkerState.STOPPING:
                 return False
-            actions, self._inbox = self._inbox, []
+            actions = self._inbox.take()
         if self.progress is None:
             self.progress = next(self._marks)
         for action in actions:
@@ -446,6 +442,11 @@ class EngineWorker:
         return None
 
     def _abort(self, request_id: str) -> bool:
+        with self._wake:
+            waiting = self._inbox.take_request(request_id)
+        if waiting is not None:
+            waiting("the request was aborted")
+            return True
         self._subscribers.discard(request_id)
         return self._engine.abort(request_id)
 
@@ -457,3 +458,26 @@ class EngineWorker:
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):
             self._abort(request_id)
+
+
+def _settle(
+    settling: list[Future[T]], action: Callable[[], T], refusal: str | None, unless_running: T | None
+) -> Exception | None:
+    """Run an action for the one future of a list, and take that out; return the action's error.
+
+    A future whose error has a frame that refers to it would be a cycle.
+    """
+    if not settling[0].set_running_or_notify_cancel():
+        return None
+    try:
+        if refusal is None:
+            result = action()
+        elif unless_running is not None:
+            result = unless_running
+        else:
+            raise EngineUnavailable(refusal)
+        settling.pop().set_result(result)
+    except Exception as error:
+        settling.pop().set_exception(error)
+        return error
+    return None

@@ -110,6 +110,7 @@ class SamplingFields(TypedDict, total=False):
     cache_salt: str
     prediction: Mapping[str, Any] | None
     reasoning_effort: str | None
+    verbosity: str | None
     thinking_token_budget: int | None
     separate_reasoning: bool
     include_reasoning: bool

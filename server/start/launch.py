@@ -45,6 +45,7 @@ from ..settings import LoraModule, Settings
 from ..text.tokenizer import Tokenizer
 from .checks import LaunchError, check_access, check_model, warn_of_rights
 from .exits import DEADLINE_SECONDS, ExitDeadline
+from .full_collections import collect_seldom
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
@@ -219,12 +220,13 @@ def take_short_turns() -> None:
     """Keep one thread from holding the interpreter's lock for long; call it once everything permanent is loaded.
 
     A full garbage collection visits every object while all threads wait: 0.2 s with torch loaded. Objects that exist by
-    now live until the end, so the collector ignores them from here on. A thread that computes in Python also releases
-    the lock after `SWITCH_SECONDS`: an engine step needs the lock after each of its native calls, and would wait ten
-    times as long each time.
+    now live until the end, so the collector ignores them from here on, and visits all others seldom. A thread that
+    computes in Python also releases the lock after `SWITCH_SECONDS`: an engine step needs the lock after each of its
+    native calls, and would wait ten times as long each time.
     """
     gc.collect()
     gc.freeze()
+    collect_seldom()
     atexit.register(gc.unfreeze)  # frozen objects are never destroyed; nanobind, which Triton uses, warns about that
     sys.setswitchinterval(SWITCH_SECONDS)
 

@@ -134,7 +134,7 @@ def _aria(rng: random.Random) -> Fields:
 def _latent(rng: random.Random) -> Fields:
     heads = rng.choice((1, 2, 3, 4))
     count = rng.choice((4, 8, 12))
-    groups = rng.choice((2, 4))
+    groups = rng.choice((2, 4) if count > 4 else (2,))  # a group has at least two experts
     return {
         **_common(rng),
         "num_attention_heads": heads,
@@ -158,8 +158,6 @@ def _latent(rng: random.Random) -> Fields:
 
 def _ax(rng: random.Random) -> Fields:
     found = _latent(rng)
-    while found["n_routed_experts"] // found["n_group"] < 2:
-        found = _latent(rng)
     return {**found, "mlp_layer_types": _types(rng, found["num_hidden_layers"], ("dense", "sparse", "sparse"))}
 
 
@@ -302,6 +300,7 @@ def _glm_next(rng: random.Random) -> Fields:
         "indexer_types": kinds,
         "mlp_layer_types": _types(rng, count, ("dense", "sparse")),
         "qk_rope_head_dim": 0,
+        "kv_lora_rank": rng.choice((32, 40)),  # a page takes parts of states
         "index_kpool": pool,
         "index_topk": pool * rng.choice((1, 3, 8, 20)),
         "linear_head_dim": rng.choice((8, 16)),
@@ -390,11 +389,13 @@ def _mamba_2(rng: random.Random) -> Fields:
 def _recurrent_gemma(rng: random.Random) -> Fields:
     found = _square(rng)
     heads = found["num_attention_heads"]
+    types = rng.choice((["recurrent", "recurrent", "attention"], ["attention", "recurrent"]))
     return {
         **found,
+        "num_hidden_layers": max(found["num_hidden_layers"], len(types)),  # transformers counts tokens by attention
         "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
         "lru_width": heads * rng.choice((8, 12, 16, 20, 24)),
-        "block_types": rng.choice((["recurrent", "recurrent", "attention"], ["attention", "recurrent"], ["recurrent"])),
+        "block_types": types,
         "attention_window_size": rng.choice((5, 16, 40)),
         "attention_bias": rng.random() < 0.3,
         "conv1d_width": rng.choice((2, 3, 4)),
@@ -427,6 +428,7 @@ def _jamba(rng: random.Random) -> Fields:
     return {
         **found,
         "num_key_value_heads": rng.choice([each for each in (1, 2, 3, heads) if heads % each == 0]),
+        "num_hidden_layers": max(found["num_hidden_layers"], period),  # so that one layer attends
         "attn_layer_period": period,
         "attn_layer_offset": rng.randrange(period),
         "expert_layer_period": every,
@@ -570,14 +572,19 @@ def _step(rng: random.Random) -> Fields:
 
 def _ling(rng: random.Random) -> Fields:
     found = _ax(rng)
-    count = found["num_hidden_layers"]
+    count = found["num_hidden_layers"] = max(2, found["num_hidden_layers"])
     return {
         **{name: value for name, value in found.items() if name not in ("n_routed_experts", "q_lora_rank")},
         "num_experts": found["n_routed_experts"],
         "q_lora_rank": 24 if found["attention_bias"] else rng.choice((None, 16)),
         "head_dim": rng.choice((8, 12, 16)),
         "kv_lora_rank": rng.choice((32, 40)),  # a page takes parts of states
-        "layer_types": ["linear_attention", *_types(rng, count - 1, ("linear_attention", "full_attention"))],
+        "layer_types": [
+            "linear_attention",
+            *_types(rng, count - 2, ("linear_attention", "full_attention")),
+            "full_attention",  # one layer attends
+        ],
+        "mlp_layer_types": _types(rng, count, ("dense", "sparse", "sparse")),
         "short_conv_kernel_size": rng.choice((2, 3, 4)),
         "kda_safe_gate": rng.random() < 0.7,
         "kda_lower_bound": rng.choice((-5.0, -1.0)),

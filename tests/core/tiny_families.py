@@ -1668,19 +1668,38 @@ COMMON = {
 """Fields that all geometries have unless they say otherwise."""
 
 
-def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+def new_model(name: str, changes: Mapping[str, Any]) -> Any:
+    """A family's model in transformers, as that initialises it."""
     import transformers
 
-    config_class, arguments, shard = EVERY[name]
-    arguments = {**COMMON, **arguments, **changes}
-    torch.manual_seed(sum(map(ord, name)))
+    config_class, arguments, _ = EVERY[name]
+    arguments = deepcopy({**COMMON, **arguments, **changes})  # configurations add to what they are given
     if config_class in BESIDE_TEXT:
-        arguments = {"text_config": arguments, **BESIDE_TEXT[config_class]}
+        arguments = {"text_config": arguments, **deepcopy(BESIDE_TEXT[config_class])}
     config = getattr(transformers, config_class)(**arguments)
     own = OF_CLASSES.get(config_class)
-    model = getattr(transformers, own)(config) if own else transformers.AutoModelForCausalLM.from_config(config)
+    return getattr(transformers, own)(config) if own else transformers.AutoModelForCausalLM.from_config(config)
+
+
+def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    config_class, _, shard = EVERY[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = new_model(name, changes)
     randomise(model)
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
+    _name_class(path, config_class)
+
+
+def save_config(name: str, path: Path, changes: Mapping[str, Any]) -> None:
+    """The configuration of a model, without weights."""
+    with torch.device("meta"):
+        model = new_model(name, changes)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+    _name_class(path, EVERY[name][0])
+
+
+def _name_class(path: Path, config_class: str) -> None:
     if config_class in BY_ANOTHER:
         config = path / "config.json"
         raw = json.loads(config.read_text())

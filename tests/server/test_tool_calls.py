@@ -234,6 +234,32 @@ def test_history_and_effort_reach_the_template(live, say):
     assert bytes(asked.token_ids[: asked.num_prompt_tokens]) == b"hi\n5\n9\n1low</think>"
 
 
+@pytest.mark.parametrize("verbosity", ["low", "high"])
+def test_verbosity_is_the_templates_or_named(live, verbosity):
+    """No known template has it, but OpenAI's clients send it."""
+    for path, body in (
+        (CHAT, {"messages": USER, "verbosity": verbosity}),
+        ("/v1/responses", {"input": "a", "text": {"verbosity": verbosity}}),
+    ):
+        answer = live.post(path, **body)
+        assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "verbosity"
+        if path != CHAT:
+            assert answer.json()["text"]["verbosity"] == verbosity
+
+
+def test_the_usual_verbosity_asks_for_nothing(live):
+    for more in ({"verbosity": "medium"}, {"verbosity": None}):
+        assert "x-ignored-fields" not in live.post(CHAT, messages=USER, **more).headers
+
+
+def test_a_template_gets_the_verbosity(tmp_path):
+    with telling_server(tmp_path, "{{ messages[-1].content }}[{{ verbosity }}]") as live:
+        answer = live.post(CHAT, messages=USER, verbosity="low")
+        assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
+        asked = live.engine.asked[-1]
+    assert bytes(asked.token_ids[: asked.num_prompt_tokens]) == b"hi[low]"
+
+
 def test_the_header_tells_what_the_template_ignores(live, start, fake_engine):
     body = {"messages": USER, "reasoning_effort": "high", "tools": [tool()]}
     assert "x-ignored-fields" not in live.post(CHAT, **body).headers

@@ -12,6 +12,7 @@ import pytest
 
 from chorus.server.settings import Settings
 from chorus.server.start import launch
+from chorus.server.start.full_collections import LEAST_SECONDS
 from chorus.server.start.launch import SWITCH_SECONDS
 
 LOADED = """
@@ -39,6 +40,44 @@ def test_what_was_loaded_is_looked_at_by_no_garbage_collection():
     assert collected == 1, "what becomes garbage later is still found"
     assert interval == SWITCH_SECONDS
     assert frozen_at_exit == "0", "the interpreter's end destroys it, or libraries complain of leaks"
+
+
+FULL = """
+import gc, json, sys, threading
+from chorus.server.start import full_collections
+pauses, collected = [], threading.Event()
+class Loaded: pass
+def sleep(seconds):
+    pauses.append(seconds)
+    if len(pauses) == 2:
+        collected.set()
+        threading.Event().wait()
+    made.wait()
+made = threading.Event()
+full_collections.collect_seldom(sleep)
+full = []
+def note(phase, info):
+    if info["generation"] == 2:
+        full.append(threading.current_thread().name)
+gc.callbacks.append(note)
+cycle = Loaded()
+cycle.itself = cycle
+kept = [[] for _ in range(400_000)]
+del cycle
+before = len(full)
+made.set()
+assert collected.wait(60)
+gc.callbacks.clear()
+print(json.dumps([before, full[before:], pauses[0]]))
+"""
+
+
+def test_full_collections_are_made_by_a_thread_that_is_seldom_up():
+    """As thousands of requests came in, each further one began another, which held all threads."""
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=True, timeout=120)
+    before, by, pause = json.loads(done.stdout)
+    assert before == 0 and set(by) == {"chorus-garbage"}
+    assert pause == LEAST_SECONDS
 
 
 def test_a_server_takes_short_turns_once_it_is_loaded(monkeypatch):

@@ -97,10 +97,11 @@ class CheckedEngine:
         max_tokens: int = 3,
         tenant: str = "",
         media: tuple[MediaItem, ...] = (),
+        choice_group: str = "",
         **params: Any,
     ) -> Request:
         wanted = RequestParams(max_tokens, temperature=0, ignore_eos=True, **params)
-        request = Request(name, list(prompt), wanted, adapter, tenant=tenant, media=media)
+        request = Request(name, list(prompt), wanted, adapter, tenant=tenant, media=media, choice_group=choice_group)
         self.engine.add_request(request)
         self.asked[name] = Asked(request, request.adapter, list(prompt), (tenant, ""))
         return request

@@ -201,9 +201,9 @@ class CheckedOrder:
 
     def _is_bounded(self, request: Request) -> bool:
         """True if a request has a prompt to compute, of which a step may have no token as another tenant decodes, or
-        has just decoded.
+        has just decoded. A prompt of one token decodes once it runs; while it waits, its tenant may owe time.
         """
-        if self._scheduler.target is None or num_missing(request) <= 1:
+        if self._scheduler.target is None or (request.is_running and num_missing(request) <= 1):
             return False
         since = self._decided[0] - RECENT_SECONDS
         return any(tenant != request.fairness_key and when >= since for tenant, when in self._decoded.items())

@@ -324,6 +324,7 @@ class EngineRun(ABC):
         asked.earlier.append(asked.adapter)
         asked.request, asked.adapter = answer, found
         asked.aborted, asked.was_sent_back, asked.was_moved = False, True, True
+        asked.was_here = False  # nothing held its adapter in between
         self.active[answer.id] = asked
         self.reached["moved"] += 1
 

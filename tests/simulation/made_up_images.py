@@ -113,6 +113,8 @@ class EncodesAtOnce:
     def take(self) -> list[Any]:
         return []
 
+    pending = take
+
     def cancel(self, request_id: str) -> None:
         """Nothing waits here."""
 

@@ -18,6 +18,13 @@ LACKS_PAGES_FOR_ITS_CHECKPOINT = 1078
 #: In a step ahead a prompt lacked its last token, which counts as decoding: those that owe time to its tenant wait.
 DECODES_ITS_LAST_PROMPT_TOKEN = 51133
 
+FAILED = {
+    "a prompt of one token waits with its tenant's others": 201510,
+    "an adapter whose prompts got no tokens kept its turn": 204618,
+    "nothing holds the adapter of a request that moves": 206994,
+}
+"""Seeds that once failed, by cause."""
+
 EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
@@ -153,3 +160,8 @@ def test_a_checkpoint_takes_no_pages_that_its_request_needs():
 
 def test_prompts_wait_for_one_that_decodes_its_last_prompt_token():
     assert seeds.simulate(DECODES_ITS_LAST_PROMPT_TOKEN)[1] is None
+
+
+@pytest.mark.parametrize("cause", FAILED)
+def test_what_once_failed(cause):
+    assert seeds.simulate(FAILED[cause])[1] is None

@@ -94,10 +94,10 @@ class MethodForm:
         except WrongParts as error:
             raise AdapterFormatError(f"{file.path}: {self._method.title} of module {shown(module)}: {error}") from None
         given = f"{module}.{' and '.join(sorted(self._method.parts.intersection(parts)))}"
+        for end, info in self._method.vectors(parts).items():  # first, as A and B of a scale fit what may have one
+            file.add(tensors, f"{module}.{end}", info, given)
         for side, info in zip("AB", pair, strict=True):
             file.add(tensors, f"{module}.lora_{side}{adapter}.weight", info, given)
-        for end, info in self._method.vectors(parts).items():
-            file.add(tensors, f"{module}.{end}", info, given)
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
         return AdapterConfig.of(directory.path / CONFIG_FILE, self._method.as_lora(), base.usual_names, base.model_type)

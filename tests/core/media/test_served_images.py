@@ -26,6 +26,7 @@ from chorus.core.requests.record import to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.core.sleep import Sleep
+from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.identity import with_content
 from chorus.ops.library import native_library
 
@@ -375,6 +376,21 @@ def test_an_aborted_request_leaves_the_others(asked: Asked, engine: Engine) -> N
     assert engine.abort("1") and not engine.abort("1")
     found = answers(engine)
     assert found == {name: asked.wanted[name] for name in ("0", "2")}
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("adapter", ["text", "tower"], ids=["of text", "of images alone"])
+@pytest.mark.parametrize("is_queued", [False, True], ids=["waits for its image", "queued"])
+def test_a_removed_adapters_requests_end(asked: Asked, engine: Engine, adapter: str, *, is_queued: bool) -> None:
+    for name in (None, adapter, "linear"):
+        engine.add_request(asked.request(f"{name}", name, [picture(1, (60, 40))]))
+    while is_queued and engine.is_encoding:
+        engine.begin_step()
+    assert engine.is_encoding is not is_queued and engine.adapters.remove(adapter, force=True) == 1
+    (ended,) = engine.pop_ended()
+    assert (ended.request_id, ended.failure) == (adapter, LoadFailure.REMOVED)
+    assert adapter not in [each.name for each in engine.store.versions()], "no request holds it"
+    assert answers(engine) == {name: asked.wanted[name] for name in ("None", "linear")}
     engine.check_integrity()
 
 

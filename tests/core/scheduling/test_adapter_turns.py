@@ -123,6 +123,39 @@ def test_each_of_many_adapters_has_its_turn(most, slots, is_async):
     assert max(rows.values()) <= 2 * min(rows.values()), f"turns are uneven: {rows}"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_adapter_whose_prompts_get_no_tokens_does_not_keep_its_turn(is_async):
+    """Prompts of the base model took all tokens of the steps in which it had its turn, beside which no other adapter
+    decoded: another tenant's answers stopped until these prompts were computed.
+    """
+    checked = CheckedEngine(
+        InlineReads(),
+        "ab",
+        max_adapters_per_step=1,
+        max_num_seqs=3,
+        max_num_batched_tokens=4,
+        max_overtake_seconds=0.0,
+        is_async=is_async,
+    )
+    for name in ("a", "a too"):
+        checked.add(name, "a", prompt=[3, 4], max_tokens=30, tenant="x")
+    for _ in range(3):
+        checked.step()
+        checked.clock.now += STEP
+    checked.add("b", "b", prompt=[3] * 8, tenant="y", choice_group="c")
+    for name in ("long", "long too"):
+        checked.add(name, prompt=[3] * 35, tenant="y")
+    without = [0]
+    while checked.engine.has_work():
+        checked.step()
+        checked.clock.now += STEP
+        without = [*without, 0 if any(name[0] == "a" for name, _ in checked.plans[-1]) else without[-1] + 1]
+        if checked.asked["a"].told.reason is not None:
+            break
+    assert max(without) <= 3
+    checked.drain()
+
+
 @dataclass(frozen=True)
 class Named:
     """An adapter."""

@@ -10,18 +10,21 @@ import pytest
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.core.requests.types import StepPlan
+from chorus.core.requests.types import ScheduledSequence, StepPlan
 from chorus.core.scheduling.step_target import (
     DECODE_STEPS,
     EFFICIENT,
     LEAST_TOKENS,
     MOST_DEBT,
+    PROMPT_TOKENS,
     RECENT_SECONDS,
     RECENT_STEPS,
     PromptTimes,
     StepPrompts,
     StepTarget,
 )
+
+from ...simulation.checked_engine import CheckedEngine
 
 DECODE, ANY, TOKEN, SCORED = 1.0, 0.5, 0.01, 0.05
 
@@ -30,7 +33,11 @@ def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPrompts:
     """A step of such counts of tokens, whose prompts are those of tenant b."""
     rows: Any = [
         SimpleNamespace(
-            request_id="b", tokens=[1] * count, drafts=drafts, wants_prompt_logprobs=is_scored and count > 1
+            request_id="b",
+            tokens=[1] * count,
+            drafts=drafts,
+            is_prompt=count - drafts > 1,
+            wants_prompt_logprobs=is_scored and count > 1,
         )
         for count in counts
     ]
@@ -38,6 +45,12 @@ def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPrompts:
     asking = Request("b", [1], RequestParams(), None)
     asking.fairness_key = "b"
     return StepPrompts.of(step, {"b": asking})
+
+
+def efficient(token: float) -> float:
+    """The tokens of one prompt in the shortest step that does not mostly wait, by the price of a token."""
+    any_seconds = ANY - PROMPT_TOKENS * token
+    return EFFICIENT * (DECODE + any_seconds) / token - PROMPT_TOKENS
 
 
 def note(target: StepTarget, step: StepPrompts, seconds: float) -> None:
@@ -66,7 +79,9 @@ def test_a_step_takes_as_long_as_its_target():
     assert work.room == work.most(request(), 10_000)
     assert work.most(request(), 7) == 7
     scored = work.most(request(prompt_logprobs=1), 10_000)
-    assert scored == pytest.approx((20 - DECODE - ANY) / (TOKEN + SCORED), abs=1)
+    assert scored == pytest.approx(
+        (20 - DECODE - ANY + PROMPT_TOKENS * TOKEN) / (TOKEN + SCORED) - PROMPT_TOKENS, abs=1
+    )
     work.take(request(prompt_logprobs=1), scored)
     assert work.most(request(), 100) == pytest.approx(0, abs=6)
 
@@ -74,7 +89,7 @@ def test_a_step_takes_as_long_as_its_target():
 def test_a_step_with_prompts_is_not_so_short_that_it_computes_little():
     work = learned().work_beside(["a"], {"b"}, (), 0.0)
     assert work is not None
-    assert work.most(request(), 10_000) == pytest.approx(EFFICIENT * (DECODE + ANY) / TOKEN, abs=1)
+    assert work.most(request(), 10_000) == pytest.approx(efficient(TOKEN), abs=1)
 
 
 @pytest.mark.parametrize("seconds", [None, 2.5, 9.0])
@@ -147,7 +162,7 @@ def test_short_steps_do_not_make_tokens_look_dear():
         assert work is not None
         count = work.most(request(), 10_000)
         note(target, plan(count, 1), DECODE + ANY + count * TOKEN)
-    assert count == pytest.approx(EFFICIENT * (DECODE + ANY) / TOKEN, abs=1)
+    assert count == pytest.approx(efficient(TOKEN), abs=1)
 
 
 @pytest.mark.parametrize("is_scored", [False, True])
@@ -163,7 +178,7 @@ def test_one_slow_step_does_not_change_the_price_of_tokens_for_ever(size, second
         assert work is not None
         counts.append(work.most(request(prompt_logprobs=1 if is_scored else None), 1000))
         note(target, plan(counts[-1], is_scored=is_scored), DECODE + ANY + counts[-1] * token)
-    usual = EFFICIENT * (DECODE + ANY) / token
+    usual = efficient(token)
     later = sorted(counts[2 * RECENT_STEPS :])
     assert later[len(later) // 2] == pytest.approx(min(1000, usual), abs=2)
     assert sum(count > usual + 2 for count in later) <= 4
@@ -220,8 +235,102 @@ def test_time_without_steps_is_no_step():
     assert [*target.decode_seconds] == [2.0]
 
 
+def test_a_decode_step_is_not_slow_because_many_prompts_are_planned_after_it():
+    """Decode steps between those of prompts were taken to be as slow, and prompts then filled all that time."""
+    target = StepTarget(None)
+    for now in (0.0, 1.0):
+        target.begin(plan(1), now)
+    target.begin(plan(100), 51.0)
+    assert [*target.decode_seconds] == [1.0]
+
+
 def test_drafts_are_no_prompts():
     target = StepTarget(None)
     note(target, plan(4, 4, drafts=3), DECODE)
     work = target.work_beside(["a"], {"b"}, (), 0.0)
     assert work is not None, "a step with drafts alone is a decode step"
+
+
+def sequence(start: int, count: int, prompt: int = 10, drafts: int = 0) -> ScheduledSequence:
+    tokens = [5] * count
+    return ScheduledSequence(
+        "r", 0, tokens, start, [], RequestParams(), 0, True, [5] * 20, prompt, drafts=drafts
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "drafts", "is_prompt"),
+    [(0, 10, 0, True), (9, 1, 0, True), (4, 1, 0, True), (10, 1, 0, False), (12, 4, 3, False), (12, 4, 0, True)],
+)
+def test_the_last_token_of_a_prompt_is_a_prompt(start, count, drafts, is_prompt):
+    """The choices of one prompt have no other token of their own: their steps were taken for decode steps."""
+    assert sequence(start, count, drafts=drafts).is_prompt == is_prompt
+
+
+def test_each_prompt_has_a_price():
+    """A step of many short prompts takes longer than one long prompt of as many tokens."""
+    target = StepTarget(None)
+    for _ in range(5):
+        note(target, plan(1, 1), DECODE)
+        for count in (2, 40):
+            note(target, plan(*[2] * count, 1), DECODE + count * (2 + PROMPT_TOKENS) * TOKEN)
+    work = target.work_beside(["a"], {"b"}, (), 0.0)
+    assert work is not None
+    short, left = 0, work.room
+    while work.most(request(), 1):
+        work.take(request(), 1)
+        short += 1
+    assert short == pytest.approx((left + PROMPT_TOKENS) / (1 + PROMPT_TOKENS), abs=LEAST_TOKENS)
+
+
+def checked_target() -> tuple[CheckedEngine, StepTarget]:
+    """An engine whose target is known: steps without prompts take 1 ms."""
+    checked = CheckedEngine(max_num_seqs=8, max_num_batched_tokens=64, num_pages=400, target_step_ms=5.0)
+    target = checked.engine.scheduler.target
+    assert target is not None
+    target.decode_seconds.extend([0.001] * 8)
+    return checked, target
+
+
+def test_steps_of_prompts_of_one_token_are_no_decode_steps():
+    checked, target = checked_target()
+    checked.add("answer", tenant="a", max_tokens=30)
+    for _ in range(3):
+        checked.step()
+        checked.clock.now += 0.001
+    assert target.has_plain_last
+    for number in range(4):
+        checked.add(f"b {number}", prompt=[7], tenant="b", max_tokens=1)
+    checked.step()
+    assert len(checked.plans[-1]) == 5 and not target.has_plain_last
+    checked.clock.now += 0.5
+    checked.step()
+    assert max(target.decode_seconds) < 0.1 and target.debts.keys() == {"b"}
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_first_token_does_not_wait_for_a_step_of_those_that_owe_time(is_running):
+    checked, target = checked_target()
+    target.recent["a"] = checked.clock.now
+    for number in range(4):
+        checked.add(f"b {number}", prompt=[7] * 35, tenant="b")
+    if is_running:
+        checked.step()
+        assert {name for name, _ in checked.plans[-1]} >= {"b 0"}
+    target.debts["b"] = 1.0
+    checked.add("answer", tenant="a")
+    decoding = {"b 0": 1} if is_running else {}  # all but its prompt
+    for count in (3, 1):
+        checked.step()
+        assert dict(checked.plans[-1]) == {"answer": count, **decoding}
+    checked.drain()
+
+
+def test_those_that_owe_time_go_on_if_nobody_else_can_begin():
+    checked, target = checked_target()
+    target.recent["a"] = checked.clock.now
+    checked.add("b", prompt=[7] * 30, tenant="b")
+    target.debts["b"] = 1.0
+    checked.step()
+    assert checked.plans[-1] == [("b", 30)]
+    checked.drain()

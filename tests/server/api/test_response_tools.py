@@ -74,6 +74,7 @@ def asked(items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         "parallel_tool_calls": True,
         "reasoning": None,
         "store": False,
+        "text": {"verbosity": "low"},
         "stream": True,
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
@@ -118,7 +119,7 @@ def test_a_session(live, say):
     items, events, headers = say(
         call("exec_command", '{"cmd": "ls"}') + call("apply_patch", json.dumps({"input": patch})), asked(FIRST)
     )
-    assert headers["x-ignored-fields"] == "tools.web_search"
+    assert headers["x-ignored-fields"] == "verbosity, tools.web_search"
     prompt = live.engine.prompt
     assert "[mcp__calendar__create_event: Creates an event.]" in prompt and "[local_shell: " in prompt
     assert "[apply_patch: Edits files." in prompt and 'lark grammar:\nstart: "*** Begin Patch" LF hunk+]' in prompt
@@ -144,7 +145,7 @@ def test_a_session(live, say):
         call("mcp__calendar__create_event", '{"title": "t"}') + call("local_shell", '{"command": ["ls", "-l"]}'),
         asked([*FIRST, *done]),
     )
-    assert headers["x-ignored-fields"] == "tools.web_search, input.web_search_call"
+    assert headers["x-ignored-fields"] == "verbosity, tools.web_search, input.web_search_call"
     prompt = live.engine.prompt
     assert prompt.endswith("tool=Success.;") and "tool=a.txt;" in prompt
     assert json.dumps({"name": "apply_patch", "arguments": {"input": patch}}, ensure_ascii=False) in prompt

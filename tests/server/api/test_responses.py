@@ -190,7 +190,7 @@ def test_text_format_is_a_grammar():
         ({"input": "a", "text": {"format": 1}}, "text.format"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text"),
         ({"input": "a", "text": {"surprise": 1}}, "text.surprise"),
-        ({"input": "a", "text": {"verbosity": "high"}}, "text"),
+        ({"input": "a", "text": {"verbosity": "loud"}}, "text"),
         ({"input": "a", "tools": 1}, "tools"),
         ({"input": "a", "tools": [1]}, "tools[0]"),
         ({"input": "a", "tools": [{"type": "file_search"}]}, "tools[0].type"),

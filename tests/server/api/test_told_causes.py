@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 
-import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
@@ -51,18 +50,6 @@ def test_sglangs_generate_is_told_from_tgis(shared):
     refused = shared.client.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 3}})
     assert refused.status_code == 422 and refused.json()["param"] == "text"
     assert "SGLang" in refused.json()["error"] and "/v1/completions" in refused.json()["error"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "verbosity": "low"}),
-        ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}),
-    ],
-)
-def test_verbosity_has_an_alternative(shared, path, body):
-    refused = shared.client.post(path, json=body)
-    assert refused.status_code == 400 and "max_tokens" in message(refused)
 
 
 def test_a_doubled_first_token_is_found(tmp_path):

@@ -461,6 +461,57 @@ def test_scales_that_are_refused(tmp_path, case):
     assert why in refusal(it, tmp_path / "a")
 
 
+def fused_paths(path: str, *parts: str) -> ModulePaths:
+    """The base model's modules, of which some are the rows of one matrix."""
+    rows = tuple((name, TABLE[name].outputs) for name in parts)
+    return dataclasses.replace(PATHS, fused=((path, rows),))
+
+
+def on_fused(it: Draft, path: str, **tensors: torch.Tensor) -> Draft:
+    """The adapter on such a matrix alone."""
+    it.config["target_modules"] = [path.rpartition(".")[2]]
+    it.tensors = {
+        f"base_model.model.model.layers.{layer}.{path}.{end}": tensor
+        for layer in range(3)
+        for end, tensor in tensors.items()
+    }
+    return it
+
+
+@pytest.mark.parametrize(
+    "fused",
+    [("self_attn.qkv_proj", "q_proj", "k_proj", "v_proj"), ("mlp.gate_up_proj", "gate_proj", "up_proj")],
+    ids=["qkv", "gate_up"],
+)
+def test_inputs_of_projections_in_one_matrix(tmp_path, fused):
+    """The reason is not the shape of a tensor that the file does not have."""
+    it = on_fused(ia3(), fused[0], ia3_l=drawn(1, HIDDEN))
+    it.config["feedforward_modules"] = it.config["target_modules"]
+    with pytest.raises(AdapterFormatError, match=rf"{fused[0]}\.ia3_l' scales inputs, .* merge it with PEFT"):
+        inspect_adapter(it.write(tmp_path), fused_paths(*fused))
+
+
+def test_inputs_of_another_size_are_named_as_the_file_does(tmp_path):
+    path = "self_attn.qk_proj"
+    it = on_fused(Draft("LOHA"), path, **loha(2, HIDDEN - 1, 2 * HIDDEN))
+    with pytest.raises(AdapterFormatError, match=rf"tensor .*{path}\.hada_w1_a.* has shape \[4, 31\]"):
+        inspect_adapter(it.write(tmp_path), fused_paths(path, "q_proj", "k_proj"))
+
+
+@pytest.mark.parametrize(("method", "rank", "found"), [("LOHA", 4, 16), ("LOKR", 5, 10)])
+def test_ranks_of_projections_in_one_matrix_are_limited_by_it(tmp_path, method, rank, found):
+    path, own = "self_attn.qk_proj", MAKERS[method]
+    modules = fused_paths(path, "q_proj", "k_proj")
+    it = on_fused(Draft(method, rank), path, **own(rank, HIDDEN, 2 * HIDDEN))
+    with pytest.raises(AdapterFormatError, match=rf"of qk_proj in layer 0 is LoRA of rank {found}, and at most 8 are"):
+        inspect_adapter(it.write(tmp_path / "much"), modules)
+    narrow = dataclasses.replace(TABLE["k_proj"], outputs=HIDDEN // 4)
+    table = Projections(tuple(tuple(narrow if each.name == "k_proj" else each for each in one) for one in TABLE.layers))
+    modules = dataclasses.replace(modules, projections=table, fused=((path, (("q_proj", HIDDEN), ("k_proj", 8))),))
+    it = on_fused(Draft("LOHA"), path, **loha(2, HIDDEN, HIDDEN + 8))
+    assert inspect_adapter(it.write(tmp_path / "little"), modules).rank == 4, "more than a quarter of k_proj's rows"
+
+
 def test_inputs_of_a_part_without_a_gate(tmp_path):
     """Its activation is of up_proj's outputs, so no scale of these is one of down_proj's inputs."""
     ungated = [tuple(each for each in layer if each.name != "gate_proj") for layer in TABLE.layers]
