@@ -200,11 +200,14 @@ class CheckedOrder:
             self._check_shares(in_step, left, ending, left_out, lent if is_lent else set(), has_tokens=has_tokens)
 
     def _is_bounded(self, request: Request) -> bool:
-        """True if a request has a prompt to compute, of which a step may have no token as another tenant decodes, or
-        has just decoded. A prompt of one token decodes once it runs; while it waits, its tenant may owe time.
+        """True if a request has a prompt to compute, of which a step may have no token as another tenant decodes, has
+        just decoded, or begins a request in it. A prompt of one token decodes once it runs; while it waits, its tenant
+        may owe time.
         """
         if self._scheduler.target is None or (request.is_running and num_missing(request) <= 1):
             return False
+        if any(each.fairness_key != request.fairness_key for each in self._started()):
+            return True
         since = self._decided[0] - RECENT_SECONDS
         return any(tenant != request.fairness_key and when >= since for tenant, when in self._decoded.items())
 

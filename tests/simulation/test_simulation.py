@@ -21,6 +21,7 @@ DECODES_ITS_LAST_PROMPT_TOKEN = 51133
 FAILED = {
     "a prompt of one token waits with its tenant's others": 201510,
     "an adapter whose prompts got no tokens kept its turn": 204618,
+    "prompts that owe time leave the step in which another tenant begins": 211269,
     "nothing holds the adapter of a request that moves": 206994,
 }
 """Seeds that once failed, by cause."""
