@@ -11,6 +11,7 @@ import torch
 
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.layers.gemma_4 import Gemma4Layer
 from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
@@ -142,7 +143,8 @@ class Kind:
             if self.is_gated
             else UngatedSpec(self.ffn, self.activation, self.biased)
         )
-        own = DecoderLayer(mixer, part, self.norms, self.residual_multiplier, self.scaled)
+        layer = Gemma4Layer if self.scaled else DecoderLayer
+        own = layer(mixer, part, self.norms, self.residual_multiplier)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if rope else None))
         if self.alternating:
             other = replace(own, mixer=replace(mixer, rope=None, window=None, chunked=False))
