@@ -269,13 +269,10 @@ class Scheduler:
 
     def _is_plain(self, plan: StepPlan) -> bool:
         """True if no sequence of a step has a prompt. Most steps have the very sequences of the one before."""
-        if plan.bucket is None:
-            return False
         if plan.sequences is not self._plain:
-            if any(sequence.is_prompt for sequence in plan.sequences):
-                return False
-            self._plain = plan.sequences
-        return True
+            is_plain = plan.bucket is not None and not any(sequence.is_prompt for sequence in plan.sequences)
+            self._plain = plan.sequences if is_plain else []  # their requests may have ended, and hold images
+        return plan.sequences is self._plain
 
     def _has_one_tenant(self) -> bool:
         """True if all requests are one tenant's, and nothing is known of others': then no step needs a target."""
