@@ -1,4 +1,4 @@
-"""Attention over keys and values: the pieces of which layers write theirs.
+"""Attention over keys and values: functions with which layers write it.
 
 Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_builder.py
 """
@@ -17,7 +17,9 @@ from .build import Build, Proj, Value
 
 
 def attention_in(b: Build, a: AttentionSpec, n: Value, *further: Proj) -> Value:
-    """What heads are made of, then what gates are that stand apart, what an indexer reads, and what is further."""
+    """The input product: queries, keys and values, then gates with a projection of their own, then what an indexer and
+    `further` projections give.
+    """
     own = heads_in(a, value=a.value_dim)
     if a.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
         size = a.q_size if a.output_gate is OutputGate.APART else a.num_heads

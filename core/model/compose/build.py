@@ -182,8 +182,10 @@ class Build:
         return self.put(Norm(x, out, self.norm_weight(slot, width, norm, path or slot), norm), width)
 
     def linear(self, slot: str, x: Read, out: str, *own: Proj, rows: bool = False, inputs: int | None = None) -> Value:
-        """`x · wᵀ + bias` of projections side by side. rows: TP ranks share inputs, and what they give must be summed
-        (`reduce`). inputs: width of x, if its buffer is not that wide.
+        """One product, `x · wᵀ + bias`, whose outputs are those of these projections, side by side.
+
+        rows: TP ranks split the inputs (row-parallel), so their outputs must be summed by `reduce`. inputs: width of x,
+        if its buffer is not that wide.
         """
         self.product(slot, width_of(x) if inputs is None else inputs, *own, rows=rows)
         return self.put(Gemm(_GROUPS[slot], x, out, slot), sum(each.outputs for each in own))
@@ -221,7 +223,7 @@ class Build:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time what is appended within as one part."""
+        """Name the ops that are appended within as one span in profiles."""
         self.put_all(Begin(name))
         yield
         self.put_all(End())

@@ -1,4 +1,4 @@
-"""Attention over latents, with an indexer or without one: the pieces of which layers write theirs. See `LatentSpec`.
+"""Attention over latents (MLA), with an indexer or without: functions with which layers write it. See `LatentSpec`.
 
 Tests: tests/core/model/program/test_golden.py, tests/core/layers/test_latents.py, tests/core/layers/test_indexer.py
 """
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     """An indexer's key."""
 
     factors: View
-    """Of an indexer's heads."""
+    """Weights of an indexer's heads."""
 
 
 def latent_in(b: Build, a: AttentionSpec, n: Value) -> Value:

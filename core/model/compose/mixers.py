@@ -1,4 +1,4 @@
-"""Recurrent mixers: the pieces of which layers write theirs.
+"""Recurrent mixers: functions with which layers write them.
 
 Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_builder.py
 """

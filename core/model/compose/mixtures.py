@@ -1,4 +1,4 @@
-"""Mixtures of experts: the pieces of which layers write theirs. See `Experts`.
+"""Mixtures of experts: functions with which layers write them. See `Experts`.
 
 Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_builder.py
 """

@@ -1,4 +1,4 @@
-"""Feed-forward parts with a gate or without: the pieces of which layers write theirs.
+"""Feed-forward parts with a gate or without: functions with which layers write them.
 
 Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_builder.py
 """

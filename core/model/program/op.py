@@ -105,8 +105,8 @@ class Op:
         return self.IN_PLACE
 
     def torch(self, at: OpContext) -> Run:
-        """What runs it where it stands: PyTorch's operators, or a GPU's kernels."""
-        raise NotImplementedError
+        """The function that runs it in a step, by PyTorch's operators or a GPU's kernels."""
+        raise NotImplementedError("spans begin and end around other ops: see `TorchProgram`")
 
     def native(self, to: Lowering, at: int) -> None:
         """List it for the native library, as op number `at` of its layer. Raises NoNativeOp."""

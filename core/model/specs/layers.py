@@ -128,11 +128,6 @@ class LayerSpec(ABC):
         """Write it."""
 
     @property
-    def is_whole(self) -> bool:
-        """True if it has a mixer and a feed-forward part."""
-        return self.mixer is not None and self.feed_forward is not None
-
-    @property
     def attention(self) -> AttentionSpec | None:
         """The mixer, if it is attention."""
         return self.mixer if isinstance(self.mixer, AttentionSpec) else None

@@ -66,9 +66,6 @@ CONNECTIONS = {f"{part}_hc": (f"{part}_hyper", f"{part}_hyper_base", f"{part}_hy
 #: Those of what joins the streams behind all layers.
 JOINED = ("hyper_head", "hyper_head_base", "hyper_head_scale")
 
-#: Learned factors and summands of what a part adds, and of the residual stream, by transformers' names.
-RESIDUAL_SCALES = ("hidden_states_scale", "hidden_states_bias", "residual_scale", "residual_bias")
-
 
 class StreamSlots(NamedTuple):
     """Slots of the matrices that make all streams but the first, and of those that these go through at last."""
