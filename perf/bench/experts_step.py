@@ -17,7 +17,8 @@ from functools import partial
 import torch
 
 from ...core.model.lora.lora_state import rows_in
-from ...core.model.moe.experts import ListedExperts, choose, mix_experts, packed_experts
+from ...core.model.moe.experts import choose, mix_experts
+from ...core.model.moe.listed_experts import ListedExperts
 from ...core.model.moe.mixture_lora import MixtureLora
 from ...core.model.specs.feed_forward import Experts, Routing
 from ...memory.pages import hugepages
@@ -102,7 +103,7 @@ class Layers:
         router = torch.randn(shape.count, shape.hidden, generator=self._generator)
         gate_up = [matrix(2 * shape.size, shape.hidden) for _ in range(shape.count)]
         down = [matrix(shape.hidden, shape.size) for _ in range(shape.count)]
-        return packed_experts(ListedExperts(router=router, gate_up=gate_up, down=down), torch.bfloat16)
+        return ListedExperts(router=router, gate_up=gate_up, down=down).packed(torch.bfloat16)
 
     @torch.inference_mode()
     def rate(self, rows: int, adapters: Adapters | None = None) -> float:

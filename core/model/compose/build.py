@@ -24,6 +24,7 @@ from ..program.ops.rows import Activate, Concat, Scale, Sum
 from ..program.ops.spans import Begin, End
 from ..specs.feed_forward import GatedActivation, UngatedActivation
 from ..specs.norms import NormSpec
+from ..weights.layer_weights import MakesPart
 from ..weights.slot import Keep, Slot, SlotTensor, bias_tensor, weight_tensor
 from ..weights.slots import MATRICES
 
@@ -115,6 +116,11 @@ class Build:
         self._projections: list[Projection] = []
         self._shared: int | None = None
 
+        self.parts: dict[str, MakesPart] = {}
+        """Parts whose weights are one object, in order, and what makes it."""
+
+        self._lasting: dict[str, Value] = {}
+
     # ---- weights
 
     def weight(
@@ -129,6 +135,11 @@ class Build:
     ) -> str:
         """Declare a slot, which is the first one of its name; returns the name. See `Slot`."""
         self._slots.setdefault(name, Slot(name, tensors, keep, group, first_rank, factor, count, self._shared))
+        return name
+
+    def part(self, name: str, made: MakesPart) -> str:
+        """Declare that the weights of slots `name.…` are one object, which ops read by this name; returns the name."""
+        self.parts.setdefault(name, made)
         return name
 
     def vector(self, name: str, path: str, width: int, keep: Keep = Keep.NORM, *, factor: float | None = None) -> str:

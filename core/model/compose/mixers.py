@@ -5,12 +5,15 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from ....memory.pages.projections import Group
 from ..program.op import Read, View
 from ..program.ops.mix import Mix
 from ..specs.recurrent import Inner, RecurrentSpec
+from ..weights.layer_weights import PartWeights
 from ..weights.slot import Keep, SlotTensor
 from ..weights.slots import RECURRENT
 from .build import Build, Proj, Value
@@ -61,6 +64,12 @@ def mixer_weights(b: Build, mixer: RecurrentSpec, path: str = "") -> None:
     """Declare the mixer's own tensors. path: of the module around it."""
     for name, tensor in mixer.tensors.items():
         b.weight(f"{RECURRENT}.{name}", SlotTensor(path + name, tensor.shape, tensor.sections), keep=Keep.FLOAT32)
+    b.part(RECURRENT, partial(_made, mixer))
+
+
+def _made(mixer: RecurrentSpec, of: PartWeights) -> Any:
+    """What a rank has of its weights."""
+    return mixer.share(of.ranks).weights(of.own)
 
 
 def mixer_out(b: Build, mixer: RecurrentSpec, x: Value, slot: str = "o", out: str = "y", path: str = "") -> Value:

@@ -6,12 +6,15 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from ....memory.pages.projections import Group, Projection
 from ..program.op import Read
 from ..program.ops.moe import Moe, SharedExpert
 from ..specs.feed_forward import Experts, LatentExperts
 from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
+from ..weights.layer_weights import PartWeights
 from ..weights.slot import Keep, SlotTensor, bias_tensor, weight_tensor
 from ..weights.slots import EXPERTS, IMAGE_EXPERTS
 from .build import Build, Proj, Value
@@ -45,6 +48,7 @@ def mixture_weights(b: Build, spec: Experts) -> None:
     of = {group: [each for each in own if each.group is group] for group in dict.fromkeys(it.group for it in own)}
     gate_up, down = of[Group.EXPERT_GATE_UP], of[Group.EXPERT_DOWN]
     b.adapted(*(each for each in own if each.is_of_mixture))
+    b.part(EXPERTS, partial(_made, spec))
     _routing(b, spec)
     listed(b, f"{EXPERTS}.gate_up", gate_up, range(spec.count), Group.EXPERT_GATE_UP)
     listed(b, f"{EXPERTS}.down", down, range(spec.count), Group.EXPERT_DOWN)
@@ -57,6 +61,30 @@ def mixture_weights(b: Build, spec: Experts) -> None:
         b.weight("experts_bias", SlotTensor("mlp.bias", (b.hidden,)), first_rank=True)
     if spec.image_size:
         _of_images(b, spec)
+
+
+def _made(spec: Experts, of: PartWeights) -> Any:
+    """The experts and what chooses among them."""
+    found = listed_experts(of)
+    if spec.skip_correction is not None:
+        found.correction[-1] = spec.skip_correction
+    return found
+
+
+def listed_experts(of: PartWeights) -> Any:
+    """Experts one by one, as they are read: see `ListedExperts`."""
+    from ..moe.listed_experts import ListedExperts
+
+    return ListedExperts(**of.own)
+
+
+def _made_of_images(of: PartWeights) -> Any:
+    """Experts of images' positions, beside which all tokens' are those of the others."""
+    from ..moe.listed_experts import ListedExperts
+
+    own = of.parts[EXPERTS]
+    shared = {name: getattr(own, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
+    return ListedExperts(**of.own, **shared)
 
 
 def _routing(b: Build, spec: Experts) -> None:
@@ -106,6 +134,7 @@ def _of_images(b: Build, spec: Experts) -> None:
     """Declare the experts of images' positions, whose numbers go on behind the others' (ERNIE 4.5 VL)."""
     own, count, at = spec.of_images.projections(b.hidden), spec.count, IMAGE_EXPERTS
     numbers, few, many = range(count, 2 * count), Keep.FLOAT32, Keep.EXPERT
+    b.part(at, _made_of_images)
     if not spec.sees:
         few = many = Keep.UNUSED
     b.weight(f"{at}.router", SlotTensor(IMAGE_ROUTER, (count, b.hidden)), keep=few)

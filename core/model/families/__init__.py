@@ -45,7 +45,6 @@ from . import (
     inkling,
     internlm,
     jamba,
-    jetmoe,
     kimi_linear,
     kolibri,
     laguna,
@@ -94,6 +93,7 @@ from . import (
     zamba,
     zaya,
 )
+from .jetmoe import family as jetmoe
 
 ALL: tuple[Family, ...] = (
     llama.LLAMA,

@@ -139,7 +139,7 @@ _NAMES = TensorNames(
     names=LLAMA_NORMS,
     embedding_norm="embed_tokens.embed_norm",
     fused={"mlp.gate": ("mlp.gate", "mlp.sink_gate")},
-    stacked_sinks={f"mlp.shared_experts.{each}": (each,) for each in (*_GATED, *_OUT)},
+    stacked={f"mlp.shared_experts.{each}": (f"mlp.sink_experts.{{}}.{each}",) for each in (*_GATED, *_OUT)},
     left_out=TOWERS,
 )
 #: Names of published checkpoints in all of the family.
@@ -164,7 +164,10 @@ _PUBLISHED = TensorNames(
     fused={"mlp.gate": ("mlp.gate", "mlp.sink_gate"), "mlp.w13_dn": ("mlp.gate_proj", "mlp.up_proj")},
     by_unit=("mlp.w13_dn",),
     stacked_experts=_PUBLISHED_EXPERTS,
-    stacked_sinks={"mlp.shared_experts.shared_w13_weight": _GATED, "mlp.shared_experts.shared_w2_weight": _OUT},
+    stacked={
+        f"mlp.shared_experts.shared_{name}": tuple(f"mlp.sink_experts.{{}}.{each}" for each in own)
+        for name, own in (("w13_weight", _GATED), ("w2_weight", _OUT))
+    },
     alternates=True,
     left_out=TOWERS,
 )

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,14 +28,13 @@ from ....ops.elementwise.elementwise import (
     scaled_norm,
     silu_and_mul,
 )
-from ....ops.gemm import packed_gemm
 from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.library.native_descriptors import NativeActivation
 from ....ops.library.native_integers import IntegerPanels
 from ....ops.moe import expert_gemms
 from ....ops.moe.expert_gemms import Matrix, Panels, multiply_each
 from ....ops.moe.expert_tiles_schedule import ExpertLaunches
-from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixture
+from ....ops.moe.native_mixture import NativeGating, NativeMixture
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
 from ..native_names import native_activation
@@ -137,83 +135,6 @@ class ExpertWeights(ABC):
         return None
 
 
-@dataclass(slots=True, kw_only=True)
-class ListedExperts(ExpertWeights):
-    """A layer's experts one by one, for a CPU."""
-
-    gate_up: list[Matrix]
-    """Of each expert `[2·size, hidden]`."""
-
-    down: list[Matrix]
-    """Of each expert `[hidden, size]`."""
-
-    gate_up_bias: Sequence[torch.Tensor] | None = None
-    """Of each expert `[2·size]`: see `Experts.biased`."""
-
-    down_bias: Sequence[torch.Tensor] | None = None
-    """Of each expert `[hidden]`."""
-
-    _native: tuple[Experts, NativeMixture] | None = field(default=None, init=False, repr=False, compare=False)
-
-    def native(self, spec: Experts) -> NativeMixture | None:
-        """Made once."""
-        if self._native is None or self._native[0] is not spec:
-            made = _native_mixture(self, spec)
-            self._native = None if made is None else (spec, made)
-        return None if self._native is None else self._native[1]
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.router_bias is None else [self.router_bias]
-        return multiply_each(x.float(), [len(x)], [self.router], bias)
-
-    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.shared_gate is not None, "the shared expert has gates"
-        return (x.float() * self.shared_gate).sum(-1, keepdim=True)
-
-    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
-        return choose(logits, routing, self.correction)
-
-    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
-        mixed = weighted_sum(outputs, weights)
-        if shared is not None:
-            added = shared.outputs.float()
-            if shared.gates is not None:
-                added = added * sigmoid(shared.gates)
-            mixed += added
-        return mixed.to(outputs.dtype)
-
-    def outputs(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        spec: Experts,
-        lora: MixtureLora | MixtureLaunches | None = None,
-        factors: torch.Tensor | None = None,
-        *,
-        launches: ExpertLaunches = APART,
-    ) -> torch.Tensor:
-        by_expert, ends, used = sorted_by_expert(chosen)
-        tokens = by_expert // chosen.shape[1]
-
-        def of_used(each: Sequence[_T] | None) -> list[_T] | None:
-            return None if each is None else [each[expert] for expert in used]
-
-        parts = _Parts(
-            ends,
-            [self.gate_up[expert] for expert in used],
-            [self.down[expert] for expert in used],
-            of_used(self.gate_up_bias),
-            of_used(self.down_bias),
-        )
-        added = None
-        if (lora := lora_of(lora, MixtureLora)) is not None:
-            going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
-            added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
-        own = None if factors is None else factors.flatten()[by_expert]
-        outputs = _through(x.index_select(0, tokens), parts, spec.activation, added, own)
-        return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
-
-
 class SortedPairs(NamedTuple):
     """Pairs of a row and an expert, expert after expert."""
 
@@ -243,7 +164,7 @@ def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | 
     raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
 
 
-def _gating(activation: ExpertActivation) -> NativeGating | None:
+def native_gating(activation: ExpertActivation) -> NativeGating | None:
     """What becomes of gate and up in the native library; None: it does not compute that."""
     if isinstance(activation, ClampedSwiglu):
         return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
@@ -259,10 +180,10 @@ def what_native_lacks(spec: Experts) -> str | None:
         return "mixture with experts of images"
     if spec.latent is not None:
         return "mixture of experts of latents"
-    return _what_kernels_lack(spec)
+    return what_kernels_lack(spec)
 
 
-def _what_kernels_lack(spec: Experts) -> str | None:
+def what_kernels_lack(spec: Experts) -> str | None:
     """Why the native kernels can't compute a mixture; None if they can."""
     if spec.routing.logits_factor != 1:
         return "factor of a router's logits"
@@ -276,34 +197,7 @@ def _what_kernels_lack(spec: Experts) -> str | None:
         return "mixture with an expert that gives nothing"
     if spec.shared_activation not in (None, spec.activation):
         return f"mixture of experts with {spec.activation}, whose shared expert has {spec.shared_activation}"
-    return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
-
-
-def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
-    routing, gating, router = spec.routing, _gating(spec.activation), experts.router
-    if gating is None or _what_kernels_lack(spec) is not None:
-        return None
-    shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
-    gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
-    if not isinstance(router, Panels) or not gate_up or not down or (spec.shared_size and not all(shared)):
-        return None
-    return NativeMixture(
-        router,
-        NativeExperts(gate_up, down, experts.gate_up_bias, experts.down_bias),
-        routing,
-        gating,
-        router_bias=experts.router_bias,
-        correction=experts.correction,
-        factors=experts.factors,
-        shared=NativeExperts(*shared) if spec.shared_size else None,
-        shared_gate=experts.shared_gate,
-    )
-
-
-def _packed_natively(matrices: Sequence[Matrix | None]) -> list[Panels | IntegerPanels]:
-    """The same matrices, if the native library's panels have all of them; else none."""
-    found = [each for each in matrices if isinstance(each, Panels | IntegerPanels)]
-    return found if len(found) == len(matrices) else []
+    return None if native_gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
 
 
 class ExpertKernels(StrEnum):
@@ -335,23 +229,6 @@ class ExpertPack:
 
     def __call__(self, weight: torch.Tensor | GroupScaled) -> Matrix | NarrowWeight:
         return self.pack_integers(weight) if isinstance(weight, GroupScaled) else self.pack(weight.to(self.dtype))
-
-
-def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
-    """A layer's experts for kernels on a CPU; their matrices are packed already, and the router is packed as they are.
-    The router and its correction stay float32.
-    """
-    biases = ("gate_up_bias", "down_bias")
-    is_native = bool(_packed_natively(experts.gate_up))
-    return replace(
-        experts,
-        router=(expert_gemms.pack if is_native else packed_gemm.pack)(*unpacked([experts.router])),
-        **{
-            name: [each.to(dtype).float() if is_native else each.to(dtype) for each in found]
-            for name in biases
-            if (found := getattr(experts, name))
-        },
-    )
 
 
 def unpacked(matrices: list[Matrix]) -> list[Any]:
@@ -505,9 +382,9 @@ def _of_shared(
 ) -> SharedOutputs | None:
     if weights.shared_gate_up is None or weights.shared_down is None:
         return None
-    added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
-    parts = _Parts([len(x)], [weights.shared_gate_up], [weights.shared_down])
-    outputs, gates = _through(x, parts, spec.shared_activation or spec.activation, added), None
+    added = None if lora is None else AddedToExperts(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
+    parts = ExpertParts([len(x)], [weights.shared_gate_up], [weights.shared_down])
+    outputs, gates = through(x, parts, spec.shared_activation or spec.activation, added), None
     if weights.shared_gate is not None:
         gates = weights.shared_gates(x)
         if lora is not None:
@@ -528,7 +405,7 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return mixed
 
 
-class _Parts(NamedTuple):
+class ExpertParts(NamedTuple):
     """Experts that rows go through, each some of them."""
 
     ends: Sequence[int]
@@ -539,7 +416,7 @@ class _Parts(NamedTuple):
     down_bias: Sequence[torch.Tensor] | None = None
 
 
-class _Added(NamedTuple):
+class AddedToExperts(NamedTuple):
     """Adds adapters to the two products of experts."""
 
     lora: MixtureLora | MixtureLaunches
@@ -555,11 +432,11 @@ class _Added(NamedTuple):
             self.lora.add_of_experts(group, y, x, self.experts)
 
 
-def _through(
+def through(
     x: torch.Tensor,
-    parts: _Parts,
+    parts: ExpertParts,
     activation: ExpertActivation,
-    added: _Added | None = None,
+    added: AddedToExperts | None = None,
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """factors: `[rows]`, of x; see `Routing.of_inputs`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from ..specs.feed_forward import (
     Routing,
     UngatedActivation,
 )
-from .experts import APART, ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
+from .experts import APART, ExpertChoice, ExpertWeights, SharedOutputs, activated, lora_of
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
 
@@ -125,36 +124,6 @@ def _gate_of(activation: ExpertActivation) -> Gate | None:
             return None
 
 
-def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:
-    """Stack a layer's experts, as read from a checkpoint, on a GPU: narrow ones as they are, if all of them are alike.
-    The shared one is dequantised. The router stays float32 unless `dtype` has all of its numbers.
-    """
-
-    def moved(part: Any, dtype: torch.dtype = torch.float32) -> Any:
-        return None if part is None else _dense(part).to(device, dtype)
-
-    router = _dense(unpacked([experts.router])[0])
-    return StackedExperts(
-        router=_narrowed(router, dtype).to(device).contiguous(),
-        gate_up=stacked(unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
-        down=stacked(unpacked(experts.down), experts.down_bias, dtype, device),
-        correction=moved(experts.correction),
-        shared_gate_up=moved(experts.shared_gate_up, dtype),
-        shared_down=moved(experts.shared_down, dtype),
-        shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
-        router_bias=moved(experts.router_bias),
-        factors=moved(experts.factors),
-        scale=moved(experts.scale),
-        out_norm=moved(experts.out_norm),
-    )
-
-
-def _narrowed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float32 weight in the model's dtype, if that has its numbers; products with it are the same, and cheaper."""
-    narrow = weight.to(dtype)
-    return narrow if torch.equal(narrow.float(), weight) else weight
-
-
 def stacked(
     matrices: list[torch.Tensor | NarrowWeight],
     biases: Sequence[torch.Tensor] | None,
@@ -168,9 +137,9 @@ def stacked(
         return Stack(data, bias)
     dense = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=device)
     for place, weight in zip(dense, matrices, strict=True):
-        place.copy_(_dense(weight))
+        place.copy_(dense_of(weight))
     return Stack(dense, bias)
 
 
-def _dense(weight: torch.Tensor | NarrowWeight) -> torch.Tensor:
+def dense_of(weight: torch.Tensor | NarrowWeight) -> torch.Tensor:
     return weight.dense() if isinstance(weight, NarrowWeight) else weight

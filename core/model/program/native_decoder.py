@@ -25,7 +25,8 @@ from ..batch import StepBatch
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import is_packable, pack_scaled, plain
 from ..lora.lora_state import LoraState, lora_groups
-from ..moe.experts import ExpertKernels, ListedExperts
+from ..moe.experts import ExpertKernels
+from ..moe.listed_experts import ListedExperts
 from ..moe.mixture_lora import mixture_modules
 from ..native_names import native_norm
 from ..paged_states import PagedStates

@@ -130,11 +130,9 @@ class TensorNames:
     """A tensor in a layer `[experts, out, in]` → the matrices of each expert whose rows are stacked in it, in order;
     used where the checkpoint has it instead of a tensor for each expert."""
 
-    stacked_queries: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    """Likewise, of attention's experts: see `QueryExperts`."""
-
-    stacked_sinks: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    """Likewise, of sinks: see `Experts.sinks`."""
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Likewise, of experts that stand elsewhere in a layer: the whole paths of matrices, where `{}` stands for an
+    expert's number."""
 
     inputs_first: bool = False
     """Matrices of layers, but for experts', are `[in, out]` (GPT-2)."""

@@ -26,23 +26,18 @@ from ..checkpoints.quantization.groups import (
     with_signed_values,
 )
 from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInputs
-from ..moe.experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
+from ..moe.experts import ExpertKernels, ExpertPack
+from ..moe.listed import ListedWeights
 from ..moe.narrow_experts import kept_narrow, narrow_expert
-from ..moe.query_matrices import ListedQueries, QueryMatrices, stacked_queries
-from ..moe.stacked_experts import stacked_experts
 from ..specs.norms import NormSpec
 from .layer_weights import LayerWeights
 from .rounding_weight import RoundingWeight
 from .slot import Keep, Slot
-from .slots import EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, SINK_EXPERTS
 from .weight_plan import PACKED, Way, WeightPlan
 from .weights import Pack
 
-#: Parts of a layer's weights that are experts.
-_OF_EXPERTS = (EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS, SINK_EXPERTS)
-
 #: Converts a layer's experts after each of their matrices was packed.
-KeepExperts = Callable[[ListedExperts | ListedQueries], ExpertWeights | QueryMatrices]
+KeepExperts = Callable[[ListedWeights], Any]
 
 
 def matrix_pack(plan: WeightPlan, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
@@ -95,7 +90,7 @@ def moved(
     def kept(name: str, part: Any) -> Any:
         match keeps.get(name):
             case None:
-                return keep_experts(part) if name in _OF_EXPERTS else part.to(device)
+                return keep_experts(part) if isinstance(part, ListedWeights) else part.to(device)
             case Keep.FLOAT32:
                 return part.to(device)
             case Keep.TABLE:
@@ -113,15 +108,12 @@ def moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype
     return weight.to(device) if norm.wide else weight.to(device, dtype)
 
 
-def _in_stacks(
-    experts: ListedExperts | ListedQueries, dtype: torch.dtype, device: torch.device
-) -> ExpertWeights | QueryMatrices:
-    stack = stacked_queries if isinstance(experts, ListedQueries) else stacked_experts
-    return stack(experts, dtype, device)  # type: ignore[arg-type]
+def _stacked(experts: ListedWeights, dtype: torch.dtype, device: torch.device) -> Any:
+    return experts.stacked(dtype, device)
 
 
-def _in_lists(experts: ListedExperts | ListedQueries, dtype: torch.dtype) -> ExpertWeights | QueryMatrices:
-    return experts if isinstance(experts, ListedQueries) else packed_experts(experts, dtype)
+def _packed(experts: ListedWeights, dtype: torch.dtype) -> Any:
+    return experts.packed(dtype)
 
 
 def expert_packs(
@@ -132,8 +124,8 @@ def expert_packs(
         narrow = partial(narrow_expert, dtype=dtype, device=device)
         is_narrow = plan.experts is Way.NARROW
         read = ExpertPack(dtype, lambda weight: weight, narrow, plan.reads_expert) if is_narrow else None
-        return read, partial(_in_stacks, dtype=dtype, device=device)
-    keep = partial(_in_lists, dtype=dtype)
+        return read, partial(_stacked, dtype=dtype, device=device)
+    keep = partial(_packed, dtype=dtype)
     if kernels is ExpertKernels.TORCH:
         return ExpertPack(dtype, pack), keep
     take = hugepages.Pieces().take

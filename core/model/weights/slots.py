@@ -53,9 +53,8 @@ MATRICES = {
 MERGED_MATRICES = {int(group): name for group, name in MATRICES.items() if group not in SMALL_GROUPS}
 
 #: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
-#: `image_experts.…` of that of images' positions, `query_experts.…` of experts of queries, `sink_experts.…` of sinks.
-RECURRENT, EXPERTS, IMAGE_EXPERTS, QUERY_EXPERTS = "recurrent", "experts", "image_experts", "query_experts"
-SINK_EXPERTS = "sink_experts"
+#: `image_experts.…` of that of images' positions.
+RECURRENT, EXPERTS, IMAGE_EXPERTS = "recurrent", "experts", "image_experts"
 
 #: Likewise `lookup.…` of a table of n-grams, beside the table itself.
 LOOKUP, LOOKUP_TABLE = "lookup", "lookup_table"

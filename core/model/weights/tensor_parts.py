@@ -20,13 +20,8 @@ EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_hea
 LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
 _TEXT_PART = "language_model."
-_EXPERT = re.compile(r"^((?:mlp|self_attn|mlp\.sink)[._]experts\.)(\d+)\.(.+)$")
-
-#: The beginning of paths of experts that every token goes to.
-_SINKS = "mlp.sink_experts."
-
+_EXPERT = re.compile(r"^(.+[._]experts\.)(\d+)\.(.+)$")
 _OUTPUTS = "down_proj"
-_MATRICES = ("gate_proj", "up_proj", _OUTPUTS, "q_proj", "o_proj")
 
 #: Of several streams, by number.
 STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
@@ -231,9 +226,7 @@ def _layer_source(
     path, _, kind = part.rpartition(".")
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
-        found = {each: shapes.get(f"{begin}{number}.{each}.weight") for each in _MATRICES}
-        rows = {each: shape[0] for each, shape in found.items() if shape is not None}
-        return _expert_source(tensors, at, int(number), f"{begin}{{}}.{matrix}", kind, rows=rows, names=names)
+        return _expert_source(tensors, at, int(number), f"{begin}{{}}.{matrix}", kind, shapes, names)
     own = _plain_source(tensors, at, part, names)
     fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
     transposed = part in tensors.transposed_parts or (tensors.inputs_first and len(shapes[part]) == 2)
@@ -267,23 +260,23 @@ def _expert_source(
     number: int,
     path: str,
     kind: str,
-    rows: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
     names: Container[str],
 ) -> Source:
     """Where a checkpoint has a matrix of an expert, or its bias. at: the beginning of names in the layer. path: of each
-    expert's, by number. rows: of each matrix.
+    expert's, by number. shapes: of the layer's parts.
     """
-    matrix = path.rpartition(".")[2]
-    stacks = (*tensors.stacked_experts.items(), *tensors.stacked_queries.items())
-    for name, order in tensors.stacked_sinks.items() if path.startswith(_SINKS) else stacks:
+    stacks = {name: tuple(f"mlp.experts.{{}}.{each}" for each in own) for name, own in tensors.stacked_experts.items()}
+    for name, order in (stacks | dict(tensors.stacked)).items():
         stored = at + name + (BIASES if kind == "bias" else "")
-        if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
+        if path not in order or not any(stored + end in names for end in ("", *PACKED)):
             continue
-        place, is_turned = order.index(matrix), tensors.transposed or (tensors.flat and matrix == _OUTPUTS)
+        place, is_turned = order.index(path), tensors.transposed or (tensors.flat and path.endswith(_OUTPUTS))
         transposed = is_turned and kind == "weight" and stored in names
         if tensors.alternates:
             return Source(stored, place, number, len(order), transposed)
-        return Source(stored, sum(rows[each] for each in order[:place]), number, transposed=transposed)
+        first = sum(shapes[f"{each.format(number)}.weight"][0] for each in order[:place])
+        return Source(stored, first, number, transposed=transposed)
     own, given = (f"{at}{each.format(number)}.{kind}" for each in (path, tensors.names.get(path, path)))
     return Source(_either(given, own, names))
 

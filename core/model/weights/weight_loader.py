@@ -309,11 +309,10 @@ class WeightLoader(Weights):
         first = int(rows.min())
         return slice(first, int(rows.max()) + 1), rows - first
 
-    def _factors(self, table: str) -> torch.Tensor | None:
-        around, _, _ = self._sources[table].name.rpartition(".ngram_embedding.")
-        if (name := f"{around}.layer_multipliers") not in self._checkpoint:
-            return None
-        return self._checkpoint.read(name).long()
+    def _beside(self, at: str, path: str, module: str, name: str) -> torch.Tensor | None:
+        around, _, _ = self._sources[at + path].name.rpartition(f".{module}.")
+        stored = f"{around}.{name}"
+        return self._checkpoint.read(stored) if stored in self._checkpoint else None
 
     def _table(self, name: str) -> tuple[torch.Tensor, ...]:
         self._advance(name)

@@ -6,8 +6,9 @@ Tests: tests/core/model/weights/test_weight_loader.py, tests/core/model/weights/
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +20,15 @@ from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import part_of, plain, stacked
 from ..checkpoints.quantization.round_to_nearest import RoundToNearest
 from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInputs
-from ..moe.experts import ExpertPack, ListedExperts
-from ..moe.query_matrices import ListedQueries
+from ..moe.experts import ExpertPack
 from ..specs.config import ModelConfig
-from ..specs.layers import LayerSpec
-from ..specs.ngrams import FACTORS, TABLE
 from ..specs.norms import NormSpec
 from ..specs.positions import sinusoids
-from .layer_weights import LayerWeights
+from .layer_weights import LayerWeights, PartWeights
 from .narrow_bytes import kept_bytes
 from .row_table import RowTable
 from .shard import WHOLE, Shard
 from .slot import Keep, Part, Slot, SlotTensor, shard_shape
-from .slots import EXPERTS, IMAGE_EXPERTS, LOOKUP, QUERY_EXPERTS, RECURRENT, SINK_EXPERTS
 from .tensor_parts import (
     EMBED,
     EMBED_NORM,
@@ -62,14 +59,6 @@ Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
 #: Rows of embeddings that are normalised at a time.
 _ROWS = 4096
-
-
-#: Parts of a layer that are experts, and what each is made of its slots.
-_LISTED: dict[str, Callable[..., Any]] = {
-    EXPERTS: ListedExperts,
-    QUERY_EXPERTS: ListedQueries,
-    SINK_EXPERTS: ListedExperts,
-}
 
 
 class Weights(ABC):
@@ -232,10 +221,10 @@ class Weights(ABC):
         return torch.stack((weight, self._read(bias).float())) if bias in self._tensors else weight
 
     def _layer(self, index: int, pack: Pack | None, pack_expert: ExpertPack | None) -> LayerWeights:
-        at, spec = LAYER.format(index), self._config.layers[index]
+        at, layer = LAYER.format(index), self._config.composed(self._config.layers[index])
         found: dict[str, Any] = {}
-        parts: dict[str, dict[str, Any]] = {}
-        for slot in self._config.composed(spec).slots:
+        own: dict[str, dict[str, Any]] = {part: {} for part in layer.parts}
+        for slot in layer.slots:
             if slot.shared not in (None, index):
                 value = self._shared[slot.shared, slot.name]
             else:
@@ -244,26 +233,12 @@ class Weights(ABC):
                 self._shared[index, slot.name] = value
             if value is not None:
                 part, _, name = slot.name.partition(".")
-                (parts.setdefault(part, {}) if name else found)[name or part] = value
-        return found | self._objects(at, spec, parts)
-
-    def _objects(self, at: str, spec: LayerSpec, parts: Mapping[str, dict[str, Any]]) -> LayerWeights:
-        """What the slots of parts make together. at: the beginning of names. parts: the weights of each, by slot."""
-        found: dict[str, Any] = {}
-        if RECURRENT in parts and spec.recurrent is not None:
-            found[RECURRENT] = spec.recurrent.share(self._shard.size).weights(parts[RECURRENT])
-        if LOOKUP in parts and spec.lookup is not None:
-            own = self._factors(at + TABLE)
-            found[LOOKUP] = spec.lookup.weights({**parts[LOOKUP], **({} if own is None else {FACTORS: own})})
-        found |= {part: made(**parts[part]) for part, made in _LISTED.items() if part in parts}
-        if (own := spec.experts) is not None and own.skip_correction is not None and EXPERTS in found:
-            found[EXPERTS].correction[-1] = own.skip_correction
-        if IMAGE_EXPERTS in parts:
-            shared: dict[str, Any] = {
-                name: parts[EXPERTS].get(name) for name in ("shared_gate_up", "shared_down", "shared_gate")
-            }
-            found[IMAGE_EXPERTS] = ListedExperts(**parts[IMAGE_EXPERTS], **shared)
-        return found
+                (own[part] if name else found)[name or part] = value
+        parts: dict[str, Any] = {}
+        for part, made in layer.parts.items():
+            if own[part]:
+                parts[part] = made(PartWeights(own[part], parts, self._shard.size, partial(self._beside, at)))
+        return found | parts
 
     def _slot(self, at: str, slot: Slot, pack: Pack | None, pack_expert: ExpertPack | None) -> Any:
         """What a layer whose parts' names begin with `at` has in a slot; None if another rank has it, or none."""
@@ -296,9 +271,13 @@ class Weights(ABC):
                 return self._partly_made(at, tensors)
         return self._read(*names, dtype=torch.float32 if slot.keep is Keep.FLOAT32 else None)
 
-    def _factors(self, table: str) -> torch.Tensor | None:
-        """The factors of tokens in hashes that the checkpoint has beside a table, int64; None: they are made."""
-        del table
+    def _beside(self, at: str, path: str, module: str, name: str) -> torch.Tensor | None:
+        """A tensor that no slot has, whole and as it is stored, beside a module around that of a slot's tensor; None if
+        there is none.
+
+        at: the beginning of names in the layer. path: of the slot's tensor.
+        """
+        del at, path, module, name
         return None
 
     def _table(self, name: str) -> tuple[torch.Tensor, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.core.model.moe.query_matrices import ListedQueries
+from chorus.core.model.families.jetmoe.matrices import ListedQueries
+from chorus.core.model.families.jetmoe.ops import OutputsOfExperts, QueriesOfExperts
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops.query_experts import OutputsOfExperts, QueriesOfExperts
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.moe.experts import ListedExperts, packed_experts
+from chorus.core.model.moe.listed_experts import ListedExperts
 from chorus.core.model.moe.sink_experts import choose_with_sinks, mix_with_sinks
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops.moe import MoeWithSinks
@@ -56,7 +56,7 @@ def mixture():
     further = torch.cat((state["shared_experts.gate_proj"], state["shared_experts.up_proj"]), 1)
     down = [*map(pack, state["shared_experts.down_proj"])]
     sinks = ListedExperts(router=router[1], gate_up=[*map(pack, further)], down=down)
-    return module.eval(), *(packed_experts(each, torch.float32) for each in (own, sinks))
+    return module.eval(), *(each.packed(torch.float32) for each in (own, sinks))
 
 
 def test_the_mixture_is_transformers_own(mixture):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from chorus.core.model.moe.experts import ListedExperts, SharedOutputs, choose
+from chorus.core.model.moe.experts import SharedOutputs, choose
+from chorus.core.model.moe.listed_experts import ListedExperts
 from chorus.core.model.moe.stacked_experts import StackedExperts
 from chorus.core.model.specs.feed_forward import Routing, Scoring
 from chorus.ops.moe.expert_tiles import Stack

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.moe.experts import ListedExperts, choose
+from chorus.core.model.moe.experts import choose
+from chorus.core.model.moe.listed_experts import ListedExperts
 from chorus.core.model.specs.feed_forward import ClampedSwiglu, Experts, Routing, Scoring
 from chorus.ops.library import native_library
 from chorus.ops.moe.expert_gemms import Panels, pack

@@ -6,6 +6,8 @@ Tests: tests/core/layers/test_gated_streams.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ...program.op import View
 from ...program.ops.gated_streams import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
@@ -14,7 +16,8 @@ from ...program.ops.mix import Mix
 from ...program.ops.residual import Replace
 from ...program.ops.rows import Scale
 from ...specs.gated_streams import GatedStreamsSpec
-from ...specs.ngrams import TABLE, NgramSpec
+from ...specs.ngrams import FACTORS, TABLE, NgramSpec
+from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
 from ...weights.slots import LOOKUP, LOOKUP_TABLE
 from ..build import Build, Proj, Value
@@ -77,6 +80,7 @@ class GatedStreamsLayer(DecoderLayer):
         """Add a table's rows to the streams."""
         for path, tensor in spec.tensors.items():
             b.weight(f"{LOOKUP}.{path}", SlotTensor(path, tensor.shape), keep=Keep.FLOAT32)
+        b.part(LOOKUP, partial(_lookup_weights, spec))
         b.weight(LOOKUP_TABLE, SlotTensor(TABLE, spec.table_shape), keep=Keep.TABLE)
         e = b.put(LookUp("e", spec), spec.width)
         kv = b.linear("lookup_in", e, "kv", Proj("ple.key_proj", spec.channels), Proj("ple.value_proj", b.hidden))
@@ -85,3 +89,9 @@ class GatedStreamsLayer(DecoderLayer):
         taken, normed = Value("gv", spec.channels), Value("gn", spec.channels)
         b.put_all(GateLookup(kv, taken, normed, b.norm_spec), taken, normed)
         b.put(AddToStreams(taken, b.put(Mix(normed, "pc", spec, weights=LOOKUP), spec.channels)))
+
+
+def _lookup_weights(spec: NgramSpec, of: PartWeights) -> Any:
+    """With the factors of tokens in hashes that a checkpoint has beside its table, if it has them."""
+    factors = of.beside(TABLE, "ngram_embedding", "layer_multipliers")
+    return spec.weights({**of.own, **({} if factors is None else {FACTORS: factors.long()})})

@@ -21,11 +21,10 @@ from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
 from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import SINK_ROUTER
 from ...weights.slot import Keep, SlotTensor, weight_tensor
-from ...weights.slots import SINK_EXPERTS
 from ..attention import attention_in, attention_out
 from ..build import Build, Proj, Value
 from ..mixers import mixer_weights
-from ..mixtures import mixture_weights, small
+from ..mixtures import listed_experts, mixture_weights, small
 from ..parts import dense
 from .decoder import DecoderLayer
 
@@ -86,8 +85,9 @@ class InklingLayer(DecoderLayer):
 
     def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
         """See `DecoderLayer.part`."""
-        at, own = SINK_EXPERTS, spec.of_sinks.projections(b.hidden)
+        at, own = "sink_experts", spec.of_sinks.projections(b.hidden)
         mixture_weights(b, spec)
+        b.part(at, listed_experts)
         small(b, "scale", "mlp.gate.global_scale", 1)
         b.weight(f"{at}.router", SlotTensor(SINK_ROUTER, (spec.sinks, b.hidden)), keep=Keep.FLOAT32)
         for name, group in (("gate_up", Group.EXPERT_GATE_UP), ("down", Group.EXPERT_DOWN)):

@@ -6,14 +6,14 @@ Tests: tests/core/test_experts.py, tests/core/layers/test_sink_experts.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...specs.feed_forward import Experts
-from ...specs.query_experts import QueryExperts
 from ..layer_program import Kept
 from ..op import LATE, ROUTED, NoNativeOp, Op, Read, name_of
 
 if TYPE_CHECKING:
+    from .....ops.moe.routing import Routing
     from ..lowering import Lowering
     from ..native_binding import LayerBinding
     from ..torch_step import OpContext, Run, Step
@@ -186,7 +186,17 @@ class CarryRouted(Op):
         return run
 
 
-def chosen_of(spec: Experts | QueryExperts, what: str) -> str:
+class _Mixture(Protocol):
+    """Some of what there is, chosen for each token."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def routing(self) -> Routing: ...
+
+
+def chosen_of(spec: _Mixture, what: str) -> str:
     """How many experts of what there are, and how a token's are chosen; for people."""
     routing = spec.routing
     return f"{spec.count} experts of {what}, {routing.per_token} for each token by {routing.scoring}"

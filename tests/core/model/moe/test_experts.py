@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.model.moe.experts import ListedExperts, choose, mix_experts
+from chorus.core.model.moe.experts import choose, mix_experts
+from chorus.core.model.moe.listed_experts import ListedExperts
 from chorus.core.model.moe.mixture_lora import MixtureLora
 from chorus.core.model.specs.feed_forward import (
     Activation,

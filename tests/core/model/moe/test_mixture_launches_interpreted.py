@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.lora.lora_state import LoraState
 from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits
-from chorus.core.model.moe.experts import ExpertPack, ListedExperts, mix_experts, packed_experts
+from chorus.core.model.moe.experts import ExpertPack, mix_experts
+from chorus.core.model.moe.listed_experts import ListedExperts
 from chorus.core.model.moe.mixture_launches import MixtureForm
-from chorus.core.model.moe.stacked_experts import stacked_experts
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.feed_forward import Experts, Routing
 from chorus.core.model.specs.rope_config import RopeConfig
@@ -84,8 +84,8 @@ class World:
         limits = StepLimits(8, adapters=adapters, rows=16, tokens=128)
         make = {"max_stall": 0.0, "make_copy": lambda num_bytes: torch.Tensor.copy_}
         self.gpu = CudaLoraState(CONFIG, self.arena, layout, limits, **make)
-        self.packed = packed_experts(self._weights(ExpertPack(dtype, pack)), dtype)
-        self.stacked = stacked_experts(self._weights(), dtype, torch.device("cpu"))
+        self.packed = self._weights(ExpertPack(dtype, pack)).packed(dtype)
+        self.stacked = self._weights().stacked(dtype, torch.device("cpu"))
 
     def _resident(self, parts, layout):
         placed = AdapterLayout.build(parts, CONFIG.projections, layout.page_elems, layout.itemsize)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.moe.experts import ExpertPack
 from chorus.core.model.moe.narrow_experts import narrow_expert
-from chorus.core.model.moe.stacked_experts import stacked_experts
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights.narrow_bytes import bytes_saved_by_experts, weight_bytes
 from chorus.core.model.weights.open_weights import open_weights
@@ -37,7 +36,7 @@ def stacks(path, quantiser=None, shard=WHOLE, *, narrow: bool):
     pack = ExpertPack(DTYPE, lambda weight: weight, lambda it: narrow_expert(it, DTYPE, CPU), NARROW.reads_expert)
     with open_weights(path, read_model_config(path), DTYPE, shard=shard, quantiser=quantiser) as weights:
         layers = [layer["experts"] for layer in weights.layers(pack_expert=pack if narrow else None)]
-    experts = [stacked_experts(each, DTYPE, CPU) for each in layers if each is not None]
+    experts = [each.stacked(DTYPE, CPU) for each in layers if each is not None]
     return [stack.data for each in experts for stack in (each.gate_up, each.down)]
 
 

@@ -5,16 +5,16 @@ Tests: tests/core/layers/test_query_experts.py, tests/core/paths
 
 from __future__ import annotations
 
-from ..compose.layers.jetmoe import JetMoeLayer
-from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
-from ..specs.config import ModelConfig
-from ..specs.family import Family
-from ..specs.feed_forward import Routing, Scoring
-from ..specs.norms import NormSpec
-from ..specs.query_experts import QueryExperts
-from ..specs.tensor_names import LLAMA_NORMS, TensorNames
-from . import reading, rotary
+from ...config_json import ConfigJson
+from ...specs.attention import AttentionSpec
+from ...specs.config import ModelConfig
+from ...specs.family import Family
+from ...specs.feed_forward import Routing, Scoring
+from ...specs.norms import NormSpec
+from ...specs.tensor_names import LLAMA_NORMS, TensorNames
+from .. import reading, rotary
+from .layer import JetMoeLayer
+from .ops import QueryExperts
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -60,9 +60,9 @@ JETMOE = Family(
             "mlp.input_linear.weight": ("gate_proj", "up_proj"),
             "mlp.output_linear.weight": ("down_proj",),
         },
-        stacked_queries={
-            "self_attention.experts.input_linear.weight": ("q_proj",),
-            "self_attention.experts.output_linear.weight": ("o_proj",),
+        stacked={
+            "self_attention.experts.input_linear.weight": ("self_attn.experts.{}.q_proj",),
+            "self_attention.experts.output_linear.weight": ("self_attn.experts.{}.o_proj",),
         },
     ),
     notes=f"adapters on attention's experts are refused; `num_attention_heads` has no effect; {reading.ON_OPERATORS}",

@@ -8,14 +8,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .....ops.moe.routing import Routing
+from ...program.layer_program import Kept
+from ...program.op import Op, Read
+from ...program.ops.moe import chosen_of
 from ...specs.attention import AttentionSpec
-from ...specs.query_experts import QueryExperts
-from ..layer_program import Kept
-from ..op import Op, Read
-from .moe import chosen_of
 
 if TYPE_CHECKING:
-    from ..torch_step import OpContext, Run, Step
+    from ...program.torch_step import OpContext, Run, Step
+
+
+@dataclass(frozen=True, slots=True)
+class QueryExperts:
+    """A mixture of attention heads (arXiv 2210.05144), as JetMoE has it.
+
+    A router chooses some experts for a token. Each has a query for every head of keys and values, and takes what these
+    queries attend to:
+
+        y = Σ weight_e · output_e(attended(query_e(x))) + bias
+
+    So attention has as many heads as experts are chosen times heads of keys and values.
+    """
+
+    count: int
+    routing: Routing
+
+    @property
+    def per_token(self) -> int:
+        """Experts of a token."""
+        return self.routing.per_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,16 @@ Tests: tests/core/layers/test_query_experts.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ...compose.attention import attend, heads, kept_in
+from ...compose.build import Build, Proj, Value
+from ...compose.layers.decoder import DecoderLayer
 from ...program.op import View
-from ...program.ops.query_experts import OutputsOfExperts, QueriesOfExperts
 from ...specs.attention import AttentionSpec
-from ...specs.query_experts import QueryExperts
+from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
-from ...weights.slots import QUERY_EXPERTS
-from ..attention import attend, heads, kept_in
-from ..build import Build, Proj, Value
-from .decoder import DecoderLayer
+from .ops import OutputsOfExperts, QueriesOfExperts, QueryExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,18 @@ class JetMoeLayer(DecoderLayer):
         outputs = (
             SlotTensor(f"{at}.{each}.o_proj.weight", shape[::-1], columns=a.num_kv_heads) for each in range(spec.count)
         )
-        b.weight(f"{QUERY_EXPERTS}.queries", *queries, keep=Keep.EXPERT, count=spec.count)
-        b.weight(f"{QUERY_EXPERTS}.outputs", *outputs, keep=Keep.EXPERT, count=spec.count)
+        b.part("query_experts", _listed)
+        b.weight("query_experts.queries", *queries, keep=Keep.EXPERT, count=spec.count)
+        b.weight("query_experts.outputs", *outputs, keep=Keep.EXPERT, count=spec.count)
         b.weight("outputs_bias", SlotTensor(f"{at}.bias", (b.hidden,)), first_rank=True)
         q = Value("eq", a.q_size)
         experts, weights = Value("ec", spec.per_token, kind="index"), Value("ew", spec.per_token, kind="wide")
         b.put_all(QueriesOfExperts(n, logits, q, experts, weights, a, spec), q, experts, weights)
         q, _ = heads(b, a, b.concat("in", q, View(x, 0, logits.begin)))
         return b.put(OutputsOfExperts(attend(b, a, q), experts, weights, "y", a, spec), b.hidden)
+
+
+def _listed(of: PartWeights) -> Any:
+    from .matrices import ListedQueries
+
+    return ListedQueries(**of.own)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ....ops.moe.expert_gemms import Matrix, multiply_each
-from ....ops.moe.expert_tiles import Stack
-from ....ops.moe.routing import Routing
-from ....ops.moe.routing_schedule import choice_constants
-from .experts import ExpertChoice, choose, sorted_by_expert, unpacked, weighted_sum
-from .stacked_experts import stacked
+from .....ops.moe.expert_gemms import Matrix, multiply_each
+from .....ops.moe.expert_tiles import Stack
+from .....ops.moe.routing import Routing
+from .....ops.moe.routing_schedule import choice_constants
+from ...moe.experts import ExpertChoice, choose, sorted_by_expert, unpacked, weighted_sum
+from ...moe.listed import ListedWeights
+from ...moe.stacked_experts import stacked
 
 
 class QueryMatrices(ABC):
@@ -44,7 +45,7 @@ class QueryMatrices(ABC):
 
 
 @dataclass(slots=True)
-class ListedQueries(QueryMatrices):
+class ListedQueries(QueryMatrices, ListedWeights):
     """Expert after expert, for a CPU."""
 
     queries: list[Matrix]
@@ -52,6 +53,16 @@ class ListedQueries(QueryMatrices):
 
     outputs: list[Matrix]
     """Each expert's output projection, `[hidden, queries]`."""
+
+    def packed(self, dtype: torch.dtype) -> ListedQueries:
+        """See `ListedWeights`."""
+        del dtype
+        return self
+
+    def stacked(self, dtype: torch.dtype, device: torch.device) -> StackedQueries:
+        """See `ListedWeights`."""
+        queries, outputs = unpacked(self.queries), unpacked(self.outputs)
+        return StackedQueries(stacked(queries, None, dtype, device), stacked(outputs, None, dtype, device))
 
     def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
         return choose(logits, routing)
@@ -81,7 +92,7 @@ class StackedQueries(QueryMatrices):
     # These modules need triton.
 
     def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
-        from ....ops.moe import routing_triton
+        from .....ops.moe import routing_triton
 
         return ExpertChoice(*routing_triton.choose(logits, None, choice_constants(routing, logits.shape[1])))
 
@@ -89,7 +100,7 @@ class StackedQueries(QueryMatrices):
         return _multiply_stack(x, chosen, self.queries, chosen.shape[1])
 
     def outputs_of(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        from ....ops.moe import routing_triton
+        from .....ops.moe import routing_triton
 
         y = _multiply_stack(x, chosen, self.outputs, 1)
         return routing_triton.add_up(y.view(*chosen.shape, -1), weights)
@@ -97,13 +108,7 @@ class StackedQueries(QueryMatrices):
 
 def _multiply_stack(x: torch.Tensor, chosen: torch.Tensor, stack: Stack, per_row: int) -> torch.Tensor:
     """As `_multiply`."""
-    from ....ops.moe import expert_tiles_triton
-    from ....ops.moe.routing_triton import tiles_of
+    from .....ops.moe import expert_tiles_triton
+    from .....ops.moe.routing_triton import tiles_of
 
     return expert_tiles_triton.multiply(x, stack, tiles_of(chosen, len(stack.data), stack), per_row)
-
-
-def stacked_queries(experts: ListedQueries, dtype: torch.dtype, device: torch.device) -> StackedQueries:
-    """Stack a layer's matrices, as read from a checkpoint, on a GPU."""
-    queries, outputs = unpacked(experts.queries), unpacked(experts.outputs)
-    return StackedQueries(stacked(queries, None, dtype, device), stacked(outputs, None, dtype, device))

@@ -1,0 +1,1 @@
+"""JetMoE: a mixture of attention heads, and one of feed-forward experts."""
