@@ -32,7 +32,7 @@ from .moe.experts import ExpertKernels
 from .moe.stacked_experts import StackedExperts
 from .nvtx_spans import span
 from .paged_states import PagedStates
-from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers, logits_dtype
+from .program.ends import LOGITS, STATES, end_gemms, end_programs, logits_dtype
 from .program.layer_program import Kept
 from .program.op import INPUTS, STREAM
 from .program.ops.linear import Gemm
@@ -296,7 +296,7 @@ class DecoderModel:
         """Zeros for pieces of up to so many tokens."""
         segments, dtype, device = self._program.segments, self._dtype, self._arena.pages.device
         mixed = tuple({each for segment in segments for each in segment.mixed})
-        lasting = lasting_buffers(self.config)
+        lasting = self._program.lasting
         every = {each for segment in segments for each in segment.reads}.union(mixed, lasting)
         dtypes = {each: torch.int32 if each.is_index else torch.float32 if each.is_wide else dtype for each in every}
         kept = {each: torch.zeros(tokens, *each.shape, dtype=own, device=device) for each, own in dtypes.items()}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ....memory.pages.projections import Group, Projection
 from ..program.layer_program import Kept, LayerProgram
-from ..program.op import CHOSEN, EMBEDDED, FURTHER, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op, Read, name_of
+from ..program.op import STREAM, STREAMS, Op, Read, name_of
 from ..program.ops.gates import GateOutput
 from ..program.ops.linear import Gemm
 from ..program.ops.norm import Norm
@@ -30,9 +30,6 @@ from ..weights.slots import MATRICES
 
 #: The group of each product's projections.
 _GROUPS = {slot: group for group, slot in MATRICES.items()}
-
-#: Buffers of a step, which outlive a layer: no cut has to keep them.
-_OF_STEP = {STREAM, STREAMS, EMBEDDED, INPUTS, FURTHER, CHOSEN, LATE, ROUTED}
 
 
 class Value(str):
@@ -119,7 +116,7 @@ class Build:
         self.parts: dict[str, MakesPart] = {}
         """Parts whose weights are one object, in order, and what makes it."""
 
-        self._lasting: dict[str, Value] = {}
+        self._lasting: list[Value] = []
 
     # ---- weights
 
@@ -186,6 +183,12 @@ class Build:
         self._ops.append(op)
         self._written.append({str(each): each for each in written})
         return written
+
+    def lasting(self, name: str, *shape: int, kind: str = "") -> Value:
+        """A buffer that outlives the layer: it is left to later ones."""
+        found = Value(name, *shape, kind=kind)
+        self._lasting.append(found)
+        return found
 
     def norm(self, slot: str, x: Read, out: str = "n", norm: NormSpec | None = None, path: str = "") -> Value:
         """The norm of x, with weights of its own. path: of the norm, if it is not its slot's name."""
@@ -263,14 +266,16 @@ class Build:
         """Its ops, in segments: each ends with what reads the past, and tells what lives across that."""
         cuts = [at for at, op in enumerate(self._ops) if op.IS_CUT]
         ends = [at + 1 for at in cuts if at + 1 not in cuts]
+        lasting = tuple(map(_kept, self._lasting))
         if not ends:
-            return LayerProgram((), (), tuple(self._ops))
+            return LayerProgram((), (), tuple(self._ops), lasting=lasting)
         found, begin = None, 0
         for end in ends:
             first = next(at for at in cuts if at >= begin)
             after = tuple(self._ops[end:]) if end == ends[-1] else ()
-            reads, mixed = self._kept(begin, first, self._live(first)), self._kept(first, end)
-            found = LayerProgram(tuple(self._ops[begin:first]), tuple(self._ops[first:end]), after, reads, mixed, found)
+            reads, mixed = (self._kept(*cut, self._live(cut[1])) for cut in ((begin, first), (first, end)))
+            parts = tuple(self._ops[begin:first]), tuple(self._ops[first:end]), after
+            found = LayerProgram(*parts, reads, mixed, lasting, found)
             begin = end
         assert found is not None, "there is a cut"
         return found
@@ -283,11 +288,12 @@ class Build:
             written |= set(map(str, op.writes))
         return live
 
-    def _kept(self, begin: int, end: int, live: set[str] | None = None) -> tuple[Kept, ...]:
-        """Buffers that these ops write, or those of them that are in `live`."""
+    def _kept(self, begin: int, end: int, live: set[str]) -> tuple[Kept, ...]:
+        """Buffers that these ops write, and that live behind them in the layer alone."""
+        live = live - {STREAM, STREAMS} - set(map(str, self._lasting))
         every = {name: each for written in self._written[begin:end] for name, each in written.items()}
-        return tuple(
-            Kept(name, each.shape, each.kind == "index", each.kind == "wide")
-            for name, each in every.items()
-            if name not in _OF_STEP and (live is None or name in live)
-        )
+        return tuple(_kept(each) for name, each in every.items() if name in live)
+
+
+def _kept(value: Value) -> Kept:
+    return Kept(str(value), value.shape, value.kind == "index", value.kind == "wide")

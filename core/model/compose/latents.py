@@ -150,7 +150,9 @@ def attended(b: Build, a: AttentionSpec, queries: Read, kept: Read | None, gates
     heads = Proj("self_attn.kv_b_proj", width, a.num_heads, form=latent.form, why_no_bias=why_no_bias)
     b.product("kv_up", latent.kv_rank, heads, keep=Keep.DENSE)
     if index is not None:
-        b.put(Choose("iq", "iw", CHOSEN, a, "index_biases" if index.pool else None))
+        assert a.top_k is not None, "an indexer chooses so many tokens"
+        chosen = b.lasting(CHOSEN, a.top_k, kind="index")
+        b.put(Choose("iq", "iw", chosen, a, "index_biases" if index.pool else None))
     if a.sinks:
         b.weight("sinks", SlotTensor("self_attn.sinks", (a.num_heads,), rows), keep=Keep.FLOAT32)
     chosen, sinks = None if a.top_k is None else CHOSEN, "sinks" if a.sinks else None

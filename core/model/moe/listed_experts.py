@@ -85,7 +85,7 @@ class ListedExperts(ExpertWeights, ListedWeights):
         )
 
     def stacked(self, dtype: torch.dtype, device: torch.device) -> StackedExperts:
-        """See `ListedWeights`: narrow matrices stay so, if all of them are alike; the shared expert's are dequantised. The
+        """See `ListedWeights`: matrices that are all narrow stay so; the shared expert is dequantised. The
         router stays float32 unless `dtype` has all of its numbers.
         """
 

@@ -15,7 +15,7 @@ from ..specs.gated_streams import GatedStreamsSpec
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..weights.slots import JOINED, stream_slots
 from .layer_program import Kept
-from .op import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op
+from .op import EMBEDDED, INPUTS, STREAM, STREAMS, Op
 from .ops.embed import AddPositions, Embed, EmbedMedia, KeepEmbeddings, PlaceImages, ScaleEmbeddings
 from .ops.hyper import ConnectStreams, CopyToStreams, SumStreams
 from .ops.linear import Gemm
@@ -54,6 +54,9 @@ class EndPrograms:
     logits: tuple[Op, ...]
     """They make logits of final states."""
 
+    lasting: tuple[Kept, ...]
+    """Buffers besides the residual stream that outlive layers."""
+
     @property
     def before(self) -> tuple[Op, ...]:
         """All before the layers, in order."""
@@ -77,6 +80,7 @@ def end_programs(config: ModelConfig) -> EndPrograms:
         kept=(Select((STREAM,), Rows.KEPT), final),
         states=(Select((STREAM,), Rows.LOGITS), final),
         logits=tuple(_logits(config)),
+        lasting=tuple(_lasting(config)),
     )
 
 
@@ -95,8 +99,8 @@ def _streams(config: ModelConfig) -> tuple[list[Op], list[Op]]:
     return [SplitStreams(slots.made)], [JoinStreams(slots.joined)]
 
 
-def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
-    """Buffers besides the residual stream that outlive layers."""
+def _lasting(config: ModelConfig) -> dict[Kept, None]:
+    """What is written before all layers, and what these leave to later ones."""
     found = list[Kept]()
     if (streams := config.streams) is not None:
         found.append(Kept(STREAMS, (streams.count, config.hidden_size)))
@@ -104,13 +108,9 @@ def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
         found.append(Kept(EMBEDDED, (config.hidden_size,)))
     if (inputs := config.layer_inputs) is not None:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
-    if (top_k := config.top_k) is not None:
-        found.append(Kept(CHOSEN, (top_k,), is_index=True))
-    if any(layer.late is not None for layer in config.layers):
-        found.append(Kept(LATE, (config.hidden_size,)))
-    if config.experts is not None and config.experts.router_size:
-        found.append(Kept(ROUTED, (config.experts.router_size,)))
-    return tuple(found)
+    for program in config.programs:
+        found += program.lasting
+    return dict.fromkeys(found)
 
 
 def end_gemms(config: ModelConfig) -> list[tuple[str, str]]:

@@ -38,7 +38,10 @@ class LayerProgram:
     """Buffers of `before` that later ops read, besides the residual stream and further inputs."""
 
     mixed: tuple[Kept, ...] = ()
-    """Buffers that the mixers write."""
+    """Buffers that the mixers write and later ops read, likewise."""
+
+    lasting: tuple[Kept, ...] = ()
+    """Buffers that the layer leaves to later ones."""
 
     earlier: LayerProgram | None = None
     """What comes before it, where a layer has several mixers, or one of several parts: up to the last but one."""

@@ -17,7 +17,7 @@ from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
 from .ends import LOGITS, STATES, EndPrograms
 from .layer_program import Kept, LayerProgram
-from .op import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op, name_of
+from .op import STREAM, Op, name_of
 from .ops.attend import Attend
 from .ops.latents import LatentAttend
 from .ops.linear import Gemm
@@ -26,9 +26,6 @@ from .ops.residual import Add
 from .ops.spans import Begin, End
 from .peepholes import fused, fused_layers
 from .torch_step import Bound, OpContext, Runs, Step, batch_of_parts, run_ops, within_span
-
-#: Buffers that outlive a layer.
-_LASTING = frozenset({STREAM, STREAMS, INPUTS, EMBEDDED, CHOSEN, LATE, ROUTED})
 
 #: What a GEMM reads that is run alone.
 _ALONE, _ROUTED_ALONE = "alone", "routed_alone"
@@ -74,6 +71,8 @@ class TorchProgram:
     ) -> None:
         """weights: of all layers, and behind them those of the model's ends."""
         self.programs, self._end_programs, self._layers, self.model = programs, ends, weights, model
+        self.lasting = ends.lasting
+        """Buffers besides the residual stream that outlive layers."""
         self.segments = [each for program in programs for each in program.segments]
         """The programs of all layers, cut at each mixer: a layer is as many as its program has parts."""
         self.layer_of = [index for index, program in enumerate(programs) for _ in program.segments]
@@ -134,8 +133,9 @@ class TorchProgram:
     def _bound(self, index: int, ops: Sequence[Op], live: set[str]) -> Runs:
         """live: what is read behind them."""
         found: Runs = []
+        lasting = {STREAM, *(each.name for each in self.lasting)}
         outer: list[tuple[str, Runs]] = []
-        for op, dead in zip(ops, _last_reads(ops, live), strict=True):
+        for op, dead in zip(ops, _last_reads(ops, live | lasting), strict=True):
             if isinstance(op, Begin):
                 outer.append((op.name, found))
                 found = []
@@ -218,7 +218,6 @@ def _reads(ops: Sequence[Op]) -> set[str]:
 def _last_reads(ops: Sequence[Op], live: set[str]) -> list[tuple[str, ...]]:
     """For each op the buffers that nothing reads after it, and that it reads or writes."""
     found: list[tuple[str, ...]] = []
-    live = live | _LASTING
     for op in reversed(ops):
         reads, writes = set(map(name_of, op.reads)), set(op.writes)
         found.append(tuple(sorted((reads | writes) - live)))

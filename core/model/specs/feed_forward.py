@@ -285,6 +285,13 @@ class Experts:
             changed[Group.EXPERT_GATE_UP] = {"experts": self.choices}
         return tuple(replace(each, **changed.get(each.group, {})) for each in found)
 
+    @property
+    def why_whole(self) -> str | None:
+        """Why ranks can't share it; None if they can."""
+        if self.latent is not None and self.latent.eps is not None:
+            return "each expert's output is normalised, of which all ranks together have the sum"
+        return "experts that give their input back would be added by every rank" if self.idle else None
+
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""
         sizes = {name: getattr(self, name) // size for name in ("size", "shared_size", "image_size")}

@@ -185,11 +185,8 @@ class LayerSpec(ABC):
     @property
     def why_whole(self) -> str | None:
         """Why ranks can't share it; None if they can."""
-        if self.WHY_WHOLE is None and (spec := self.experts) is not None:
-            if spec.latent is not None and spec.latent.eps is not None:
-                return "each expert's output is normalised, of which all ranks together have the sum"
-            if spec.idle:
-                return "experts that give their input back would be added by every rank"
+        if self.WHY_WHOLE is None and self.experts is not None:
+            return self.experts.why_whole
         return self.WHY_WHOLE
 
     def why_not(self, size: int) -> str | None:

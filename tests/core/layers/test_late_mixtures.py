@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.program.ends import lasting_buffers
+from chorus.core.model.program.ends import end_programs
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.op import LATE
 from chorus.core.model.program.ops.moe import Moe
@@ -48,7 +48,7 @@ def test_every_second_layer_has_a_mixture_that_the_next_one_adds(model):
     assert [op.out for op in first if isinstance(op, Moe)] == [LATE]
     assert Add("x", LATE) not in first
     assert second[-1] == Add("x", LATE)
-    assert [each.name for each in lasting_buffers(config)] == [LATE]
+    assert [each.name for each in end_programs(config).lasting] == [LATE]
     assert "late ← moe n" in "\n".join(program_lines(config))
 
 

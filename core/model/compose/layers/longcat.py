@@ -48,7 +48,7 @@ class LongCatLayer(DecoderLayer):
     def part(self, b: Build, rows: Value) -> Value:
         """See `DecoderLayer.part`."""
         if self.shortcut is not None:
-            mixture(b, self.shortcut, rows, LATE)
+            mixture(b, self.shortcut, rows, b.lasting(LATE, b.hidden))
         return super().part(b, rows)
 
     def end(self, b: Build) -> None:

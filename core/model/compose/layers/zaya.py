@@ -88,7 +88,7 @@ class ZayaLayer(DecoderLayer):
         before = weight = None
         if not self.is_first:
             before, weight = ROUTED, b.vector("routed_scale", f"{at}.states_scale", size, Keep.PLAIN)
-        low = b.put(CarryRouted(low, before, weight), size)
+        low = b.put(CarryRouted(low, before, weight, b.lasting(ROUTED, size)), size)
         found = b.norm("routed_norm", low, "rn", path=f"{at}.norm")
         for slot, name in (("router_first", "fc1"), ("router_second", "fc2")):
             found = b.linear(slot, found, "rh", Proj(f"{at}.{name}", size, bias=True))

@@ -27,7 +27,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import _state_shape
 from chorus.core.media.serving import with_tower
-from chorus.core.model.program.ends import end_programs, lasting_buffers
+from chorus.core.model.program.ends import end_programs
 from chorus.core.model.program.native_binding import LayerBinding
 from chorus.core.model.program.native_decoder import _program
 from chorus.core.model.program.op import NoNativeOp
@@ -128,8 +128,12 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
     return {
         "text": program_lines(config),
         "segments": _once(_segments(config.composed(each).program) for each in config.layers),
-        "ends": {each.name: list(map(_op, getattr(ends, each.name))) for each in dataclasses.fields(ends)},
-        "lasting": _plain(lasting_buffers(config)),
+        "ends": {
+            each.name: list(map(_op, getattr(ends, each.name)))
+            for each in dataclasses.fields(ends)
+            if each.name != "lasting"
+        },
+        "lasting": _plain(ends.lasting),
         "projections": _once([{"id": table.id(each.name), **_plain(each)} for each in own] for own in table.layers),
         "kv": [list(each.kv_shape) for each in config.kv_layers],
         "state": _plain(_state_shape(config, speculates=True)),

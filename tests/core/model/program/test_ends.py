@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from chorus.core.model.program.ends import LOGITS, STATES, end_programs, lasting_buffers
+from chorus.core.model.program.ends import LOGITS, STATES, end_programs
 from chorus.core.model.program.op import CHOSEN, LATE, ROUTED, STREAM, name_of
 from chorus.core.model.program.ops.embed import EmbedMedia
 from chorus.core.model.program.ops.logits import Rows, Select
@@ -37,7 +37,7 @@ def test_buffers_are_written_before_they_are_read(family):
     for op in (*ends.before, *ends.behind):
         assert {name_of(read) for read in op.reads} <= written, op
         written |= set(op.writes)
-    lasting = {kept.name for kept in lasting_buffers(config)} - {CHOSEN, LATE, ROUTED}  # which layers write
+    lasting = {kept.name for kept in ends.lasting} - {CHOSEN, LATE, ROUTED}  # which layers write
     assert {STREAM, STATES, LOGITS, *lasting} <= written
 
 
