@@ -244,6 +244,11 @@ class Build:
 
     # ---- what was written
 
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops in order."""
+        return tuple(self._ops)
+
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """Its weights."""

@@ -11,19 +11,14 @@ import torch
 
 from ....memory.pages.projections import Group
 from ..specs.config import ModelConfig
-from ..specs.gated_streams import GatedStreamsSpec
-from ..specs.hyper_connections import HyperConnectionSpec
-from ..weights.slots import JOINED, stream_slots
+from ..weights.slot import Keep
 from .layer_program import Kept
-from .op import EMBEDDED, INPUTS, STREAM, STREAMS, Op
-from .ops.embed import AddPositions, Embed, EmbedMedia, KeepEmbeddings, PlaceImages, ScaleEmbeddings
-from .ops.hyper import ConnectStreams, CopyToStreams, SumStreams
+from .op import INPUTS, STREAM, Op
+from .ops.embed import AddPositions, Embed, EmbedMedia, PlaceImages, ScaleEmbeddings
 from .ops.linear import Gemm
 from .ops.logits import Cap, Logits, Rows, Select
 from .ops.norm import Norm, NormParts
-from .ops.residual import Replace
 from .ops.rows import Concat, Scale, Sum
-from .ops.streams import JoinStreams, SplitStreams
 
 #: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
@@ -70,13 +65,12 @@ class EndPrograms:
 
 def end_programs(config: ModelConfig) -> EndPrograms:
     """The programs of a model's ends. config: of the model, or of a TP rank's share."""
-    split, join = _streams(config)
     final = Norm(STREAM, STATES, "norm", config.final_norm) if config.has_last_norm else Concat((STREAM,), STATES)
     return EndPrograms(
         embed=tuple(_embed(config)),
         inputs=tuple(_inputs(config)),
-        split=tuple(split),
-        join=tuple(join),
+        split=config.split.ops,
+        join=config.join.ops,
         kept=(Select((STREAM,), Rows.KEPT), final),
         states=(Select((STREAM,), Rows.LOGITS), final),
         logits=tuple(_logits(config)),
@@ -84,28 +78,9 @@ def end_programs(config: ModelConfig) -> EndPrograms:
     )
 
 
-def _streams(config: ModelConfig) -> tuple[list[Op], list[Op]]:
-    """What makes several streams of the residual stream, and one of them again."""
-    if isinstance(hyper := config.streams, HyperConnectionSpec):
-        take = "take" if hyper.joined else None
-        join = [ConnectStreams(hyper, *JOINED, take="take")] if hyper.joined else []
-        return [CopyToStreams(hyper.count)], [*join, SumStreams("joined", take), Replace(STREAM, "joined")]
-    if isinstance(gated := config.streams, GatedStreamsSpec):
-        return [CopyToStreams(gated.count)], []  # the last layer joins them
-    if config.has_blocks:
-        return [KeepEmbeddings()], []
-    if (slots := stream_slots(config.streams)) is None:
-        return [], []
-    return [SplitStreams(slots.made)], [JoinStreams(slots.joined)]
-
-
 def _lasting(config: ModelConfig) -> dict[Kept, None]:
     """What is written before all layers, and what these leave to later ones."""
-    found = list[Kept]()
-    if (streams := config.streams) is not None:
-        found.append(Kept(STREAMS, (streams.count, config.hidden_size)))
-    if config.has_blocks:
-        found.append(Kept(EMBEDDED, (config.hidden_size,)))
+    found = [*config.split.program.lasting]
     if (inputs := config.layer_inputs) is not None:
         found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
     for program in config.programs:
@@ -116,8 +91,8 @@ def _lasting(config: ModelConfig) -> dict[Kept, None]:
 def end_gemms(config: ModelConfig) -> list[tuple[str, str]]:
     """The slots of matrices of the ends but the head's, and the name of each one's kind."""
     inputs = [] if config.layer_inputs is None else [("inputs", Group.INPUTS.name)]
-    streams = stream_slots(config.streams)
-    return inputs + [(slot, "STREAMS") for slots in streams or () for slot in slots]
+    own = (slot for end in (config.split, config.join) for slot in end.slots)
+    return inputs + [(slot.name, "STREAMS") for slot in own if slot.keep is Keep.WHOLE]
 
 
 def _embed(config: ModelConfig) -> list[Op]:

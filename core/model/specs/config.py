@@ -198,11 +198,6 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def has_blocks(self) -> bool:
-        """True if some layers share blocks, which read tokens' embeddings."""
-        return any(layer.block is not None for layer in self.layers)
-
-    @property
     def has_mixers(self) -> bool:
         """True if some layer has attention or a recurrent mixer."""
         return any(layer.mixer is not None for layer in self.layers)
@@ -354,6 +349,27 @@ class ModelConfig:
     def composed(self, layer: LayerSpec) -> Build:
         """A layer's ops, slots and projections. layer: one of these, or a rank's share of one."""
         return composed(layer, self.norm, self.hidden_size)
+
+    @cached_property
+    def split(self) -> Build:
+        """What layers have before all of them: see `LayerSpec.begin`."""
+        found = Build(self.hidden_size, self.norm)
+        for layer in self._classes:
+            layer.begin(found)
+        return found
+
+    @cached_property
+    def join(self) -> Build:
+        """What they have behind all of them: see `LayerSpec.finish`."""
+        found = Build(self.hidden_size, self.norm)
+        for layer in self._classes:
+            layer.finish(found)
+        return found
+
+    @property
+    def _classes(self) -> list[LayerSpec]:
+        """Of each class of layers the last one."""
+        return list({type(layer): layer for layer in self.layers}.values())
 
     @property
     def programs(self) -> list[LayerProgram]:

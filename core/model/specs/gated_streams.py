@@ -26,11 +26,6 @@ class GatedStreamsSpec:
     rank: int
     """Width between down and up."""
 
-    @property
-    def made(self) -> int:
-        """Streams that a matrix of the model makes: see `StreamsSpec.made`."""
-        return 0
-
     def num_weights(self, hidden: int, layers: int) -> int:
         """Weights of the model's own matrices: none, as all are projections of layers."""
         del hidden, layers

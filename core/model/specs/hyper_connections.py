@@ -40,11 +40,6 @@ class HyperConnectionSpec:
     """The streams are joined by numbers that are made as `take`; else their mean goes on (GLM-5.3-Flash)."""
 
     @property
-    def made(self) -> int:
-        """Streams that a matrix of the model makes: see `StreamsSpec.made`."""
-        return 0
-
-    @property
     def rows(self) -> int:
         """Numbers of a part."""
         return (2 + self.count) * self.count if self.rounds else 2 * self.count

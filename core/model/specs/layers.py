@@ -91,15 +91,10 @@ class StreamsSpec:
     scaled: bool = True
     """The active stream is multiplied by learned numbers where it gates the layer's further input."""
 
-    @property
-    def made(self) -> int:
-        """Streams that matrices of the model make of the first one, and that others join with it."""
-        return self.count - 1
-
     def num_weights(self, hidden: int, layers: int) -> int:
         """Weights of the model's own matrices."""
         del layers
-        return 2 * self.made * hidden**2
+        return 2 * (self.count - 1) * hidden**2
 
 
 @dataclass(frozen=True)
@@ -126,6 +121,14 @@ class LayerSpec(ABC):
     @abstractmethod
     def build(self, b: Build) -> None:
         """Write it."""
+
+    def begin(self, b: Build) -> None:
+        """Write what stands before all layers, once for all of this class."""
+        del b
+
+    def finish(self, b: Build) -> None:
+        """Write what stands behind all layers, likewise."""
+        del b
 
     @property
     def attention(self) -> AttentionSpec | None:

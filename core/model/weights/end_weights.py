@@ -11,10 +11,10 @@ import torch
 
 from ..checkpoints.quantization.groups import plain
 from ..specs.config import ModelConfig
-from ..specs.hyper_connections import HyperConnectionSpec
 from .kept_weights import moved_norm
 from .layer_weights import LayerWeights
-from .slots import JOINED, stream_slots
+from .slot import Keep
+from .tensor_parts import end_slots
 from .weights import Pack, Weights
 
 
@@ -50,14 +50,6 @@ def end_weights(
     if config.layer_inputs is not None:
         rows, found["inputs"], norm = weights.layer_inputs(kept)
         found |= {"input_table": rows.to(device), "inputs_norm": moved_norm(norm, config.norm, device, dtype)}
-    return found | _of_streams(config, weights, kept, device)
-
-
-def _of_streams(config: ModelConfig, weights: Weights, kept: Pack | None, device: torch.device) -> dict[str, Any]:
-    """What makes several streams of the residual stream, and joins them."""
-    if isinstance(config.streams, HyperConnectionSpec) and config.streams.joined:
-        return {slot: each.to(device) for slot, each in zip(JOINED, weights.hyper_head(), strict=True)}
-    if (streams := stream_slots(config.streams)) is None:
-        return {}
-    pairs = zip(streams, weights.streams(kept), strict=True)
-    return {slot: matrix for slots, own in pairs for slot, matrix in zip(slots, own, strict=True)}
+    own = ((slot, value) for slot, value in weights.ends(kept).items())
+    whole = {slot.name for slot in end_slots(config) if slot.keep is Keep.WHOLE}
+    return found | {name: value if name in whole else value.to(device) for name, value in own}

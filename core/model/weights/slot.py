@@ -31,6 +31,9 @@ class Keep(Enum):
     DENSE = auto()
     """A matrix that may be stored quantised, in the model's dtype: it is never multiplied as one."""
 
+    WHOLE = auto()
+    """A matrix that every rank has all of: as `MATRIX`, but quantised only where a checkpoint stores it so."""
+
     NORM = auto()
     """A norm's weight: see `NormSpec`."""
 

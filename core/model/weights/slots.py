@@ -1,16 +1,11 @@
-"""Names of slots: of each product's matrices, of the parts whose weights are one object, and of several streams.
+"""Names of slots: of each product's matrices, and of parts whose weights are one object.
 
 Tests: tests/core/model/weights/test_slots.py
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ....memory.pages.projections import SMALL_GROUPS, STREAM_GATES, Group
-from ..specs.gated_streams import GatedStreamsSpec
-from ..specs.hyper_connections import HyperConnectionSpec
-from ..specs.layers import StreamsSpec
 
 #: The slot of each group's matrix. That of its bias, `…_bias`, is a slot, too, if the model has one or an adapter that
 #: is merged.
@@ -58,24 +53,3 @@ RECURRENT, EXPERTS, IMAGE_EXPERTS = "recurrent", "experts", "image_experts"
 
 #: Likewise `lookup.…` of a table of n-grams, beside the table itself.
 LOOKUP, LOOKUP_TABLE = "lookup", "lookup_table"
-
-#: Hyper-connections of a layer's two parts, and the slots of their matrix, base and scale: see `HyperConnectionSpec`.
-CONNECTIONS = {f"{part}_hc": (f"{part}_hyper", f"{part}_hyper_base", f"{part}_hyper_scale") for part in ("attn", "ffn")}
-
-#: Those of what joins the streams behind all layers.
-JOINED = ("hyper_head", "hyper_head_base", "hyper_head_scale")
-
-
-class StreamSlots(NamedTuple):
-    """Slots of the matrices that make all streams but the first, and of those that these go through at last."""
-
-    made: tuple[str, ...]
-    joined: tuple[str, ...]
-
-
-def stream_slots(streams: StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None) -> StreamSlots | None:
-    """The slots of a model's own matrices of several streams; None: no matrix makes its streams."""
-    if not isinstance(streams, StreamsSpec):
-        return None
-    others = range(1, streams.count)
-    return StreamSlots(tuple(f"stream_in_{at}" for at in others), tuple(f"stream_out_{at}" for at in others))

@@ -11,23 +11,16 @@ from typing import NamedTuple
 
 from ....memory.pages.projections import PLACE_PAIRS, UnitRows
 from ..specs.config import ModelConfig, UnsupportedModel
-from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
 from .slot import Keep, Slot, SlotTensor
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LM_HEAD_BIAS = "lm_head.bias"
-_MODEL, LAYER = "model.", "model.layers.{}."
+MODEL, LAYER = "model.", "model.layers.{}."
 _TEXT_PART = "language_model."
 _EXPERT = re.compile(r"^(.+[._]experts\.)(\d+)\.(.+)$")
 _OUTPUTS = "down_proj"
-
-#: Of several streams, by number.
-STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
-
-#: What joins the streams of hyper-connections: see `HyperConnectionSpec.joined`.
-HYPER_HEAD = ("model.hc_head.hc_fn", "model.hc_head.hc_base", "model.hc_head.hc_scale")
 
 #: Learned factor and summand of embeddings' elements: see `ModelConfig.scales_embeddings`.
 EMBED_SCALES = ("model.input_hidden_states_scale", "model.input_hidden_states_bias")
@@ -56,6 +49,11 @@ def slots_of(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
     return ((LAYER.format(index), slot) for index, slot in every if slot.shared in (None, index))
 
 
+def end_slots(config: ModelConfig) -> tuple[Slot, ...]:
+    """The slots of what layers have before all of them, and behind."""
+    return config.split.slots + config.join.slots
+
+
 def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     """The parts of a model that are of no layer, by name; a tied `lm_head.weight` is not among them."""
     vocab, hidden = config.vocab_size, config.hidden_size
@@ -75,7 +73,7 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
-    shapes |= dict.fromkeys(stream_parts(config), (hidden, hidden)) | _hyper_head(config)
+    shapes |= {MODEL + part.path: part.shape for slot in end_slots(config) for part in slot.tensors}
     for media in config.media:
         shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
         shapes[MEDIA_NORM.format(media.module)] = (media.width,)
@@ -91,13 +89,6 @@ def _of_positions(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if (rope := config.learned_rope) is not None:
         found[ROPE_FACTORS] = (rope.dim // 2,)
     return found
-
-
-def _hyper_head(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of what joins the streams of hyper-connections, if anything does."""
-    if not isinstance(hyper := config.streams, HyperConnectionSpec) or not hyper.joined:
-        return {}
-    return dict(zip(HYPER_HEAD, ((hyper.count, hyper.count * config.hidden_size), (hyper.count,), (1,)), strict=True))
 
 
 def model_part(name: str, shape: tuple[int, ...]) -> SlotTensor:
@@ -123,10 +114,10 @@ def quantised_parts(config: ModelConfig) -> set[str]:
     return {at + part.path for at, slot in slots_of(config) if slot.keep in _QUANTISED for part in slot.tensors}
 
 
-def stream_parts(config: ModelConfig) -> list[str]:
-    """The model's own matrices of streams: those that make streams, and those that join them."""
-    others = range(0 if config.streams is None else config.streams.made)
-    return [name.format(stream) for name in (STREAM_IN, STREAM_OUT) for stream in others]
+def whole_matrices(config: ModelConfig) -> list[str]:
+    """Matrices of no layer that are quantised where a checkpoint stores them so."""
+    own = (slot for slot in end_slots(config) if slot.keep is Keep.WHOLE)
+    return [INPUT_PROJECTION, *(MODEL + part.path for slot in own for part in slot.tensors)]
 
 
 def bias_of(weight: str) -> str:
@@ -166,8 +157,8 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     found[ROPE_FACTORS] = Source(f"{prefix}{tensors.rope_factors}")
     biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, EMBED_NORM, LM_HEAD)}
     for part in model_parts(config):
-        around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
-        own = biases.get(part) or Source(_plain_source(tensors, around, part.removeprefix(_MODEL), names))
+        around = prefix if part.startswith(MODEL) else prefix.removesuffix(_TEXT_PART)
+        own = biases.get(part) or Source(_plain_source(tensors, around, part.removeprefix(MODEL), names))
         found.setdefault(part, own)
     return found | _of_layers(config, tensors, prefix, names)
 

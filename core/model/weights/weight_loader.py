@@ -27,7 +27,6 @@ from .shard import WHOLE, Shard
 from .slot import Part, part_shape
 from .tensor_parts import (
     EMBED,
-    INPUT_PROJECTION,
     LAYER,
     LM_HEAD,
     Source,
@@ -35,7 +34,7 @@ from .tensor_parts import (
     model_parts,
     quantised_parts,
     sources,
-    stream_parts,
+    whole_matrices,
 )
 from .weights import Pack, Weights
 
@@ -115,7 +114,7 @@ class WeightLoader(Weights):
                 f"{self._checkpoint.directory}: quantised checkpoints of a family whose matrices are [in, out] are not "
                 "supported; use the original checkpoint, with --quantization"
             )
-        covered = {*quantised_parts(self._config), LM_HEAD, INPUT_PROJECTION, *stream_parts(self._config)}
+        covered = {*quantised_parts(self._config), LM_HEAD, *whole_matrices(self._config)}
         parts = self._tensors.keys() - (model_parts(self._config).keys() - covered)
         matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
         embed = self._sources[self._embed_name].name

@@ -33,7 +33,6 @@ from .tensor_parts import (
     EMBED,
     EMBED_NORM,
     EMBED_SCALES,
-    HYPER_HEAD,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
@@ -43,12 +42,12 @@ from .tensor_parts import (
     MEDIA_NORM,
     MEDIA_PROJECTION,
     MEDIA_ROWS,
+    MODEL,
     NORM,
     POSITIONS,
     ROPE_FACTORS,
-    STREAM_IN,
-    STREAM_OUT,
     bias_of,
+    end_slots,
     parts_of,
 )
 from .weight_plan import LEFT, WeightPlan
@@ -143,17 +142,9 @@ class Weights(ABC):
             found.append(rms_norm(rows, torch.ones(rows.shape[1], device=rows.device), each.eps))
         return torch.cat(found) if found else None
 
-    def streams(self, pack: Pack | None = None) -> tuple[list[Any], list[Any]]:
-        """The matrices that make all streams but the first of embeddings, and those that streams go through behind all
-        layers; none for a model of one stream.
-        """
-        others = range(0 if self._config.streams is None else self._config.streams.made)
-        made, joined = ([self._whole(name.format(at), pack) for at in others] for name in (STREAM_IN, STREAM_OUT))
-        return made, joined
-
-    def hyper_head(self) -> tuple[torch.Tensor, ...]:
-        """What joins the streams of hyper-connections behind all layers, float32: see `HYPER_HEAD`."""
-        return tuple(self._read(name, dtype=torch.float32) for name in HYPER_HEAD)
+    def ends(self, pack: Pack | None = None) -> LayerWeights:
+        """Weights, by slot, of what layers have before all of them, and behind."""
+        return {slot.name: self._slot(MODEL, slot, pack, None) for slot in end_slots(self._config)}
 
     def embed_scales(self) -> torch.Tensor | None:
         """The learned factor and summand of embeddings, `[2, hidden]`; None where there are none."""
@@ -257,6 +248,8 @@ class Weights(ABC):
         match slot.keep:
             case Keep.MATRIX:
                 return self._projection(names, pack)
+            case Keep.WHOLE:
+                return self._whole(names[0], pack)
             case Keep.EXPERT if pack_expert is not None:
                 return pack_expert(self._expert(names, pack_expert.keeps))
             case Keep.EXPERT | Keep.DENSE:

@@ -17,7 +17,6 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.hyper_connections import HyperConnectionSpec
 from chorus.core.model.weights.shard import Shard
-from chorus.core.model.weights.slots import CONNECTIONS
 from chorus.core.model.weights.tensor_parts import tensor_shapes
 from chorus.memory.files.format import inspect_adapter
 
@@ -45,7 +44,7 @@ def run(op, names, weights, model=None):
 
 def connected(spec, fn, base, scale, streams, given):
     """What a part takes of streams, and the streams after it has given."""
-    slots = CONNECTIONS["attn_hc"]
+    slots = ("attn_hyper", "attn_hyper_base", "attn_hyper_scale")
     mix = "mix" if spec.rounds else None
     names = run(
         ConnectStreams(spec, *slots, "take", "give", mix),

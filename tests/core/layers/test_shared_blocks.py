@@ -206,4 +206,4 @@ def test_fields_that_are_missing_have_the_values_of_transformers(model):
     assert [layer.block and layer.block.first for layer in config.layers] == [None, 1, None, 3, 1, None, 3]
     assert [layer.block and layer.block.place for layer in config.layers] == [None, 0, None, 1, 2, None, 3]
     config = read_model_config(changed(model, layers_block_type=["mamba"] * 7))
-    assert not config.attention_layers and not config.has_blocks
+    assert not config.attention_layers and not any(layer.block for layer in config.layers)

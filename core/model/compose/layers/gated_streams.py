@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...program.op import View
+from ...program.op import STREAMS, View
 from ...program.ops.gated_streams import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
-from ...program.ops.hyper import GiveToStreams
+from ...program.ops.hyper import CopyToStreams, GiveToStreams
 from ...program.ops.mix import Mix
 from ...program.ops.residual import Replace
 from ...program.ops.rows import Scale
@@ -48,6 +48,10 @@ class GatedStreamsLayer(DecoderLayer):
     def lookup(self) -> NgramSpec | None:
         """See `LayerSpec.lookup`."""
         return self.table
+
+    def begin(self, b: Build) -> None:
+        """See `LayerSpec.begin`. The last layer joins the streams."""
+        b.put_all(CopyToStreams(self.gates.count), b.lasting(STREAMS, self.gates.count, b.hidden))
 
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""

@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...program.op import STREAMS
 from ...program.ops.residual import Add
 from ...program.ops.rows import Scale
-from ...program.ops.streams import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
+from ...program.ops.streams import (
+    AddToOthers,
+    CorrectStreams,
+    JoinStreams,
+    PredictStreams,
+    SplitStreams,
+    StreamFactors,
+    TakeStream,
+)
 from ...specs.layers import StreamsSpec
 from ...weights.slot import Keep, SlotTensor
 from ..build import Build, Proj, Value
@@ -41,6 +50,22 @@ class Gemma3nLayer(DecoderLayer):
     def streams(self) -> StreamsSpec:
         """See `LayerSpec.streams`."""
         return self.altup
+
+    def begin(self, b: Build) -> None:
+        """See `LayerSpec.begin`."""
+        made = self._others(b, "stream_in_{}", "altup_projections.{}.weight")
+        b.put_all(SplitStreams(made), b.lasting(STREAMS, self.altup.count, b.hidden))
+
+    def finish(self, b: Build) -> None:
+        """See `LayerSpec.finish`."""
+        b.put(JoinStreams(self._others(b, "stream_out_{}", "altup_unembed_projections.{}.weight")), b.hidden)
+
+    def _others(self, b: Build, slot: str, path: str) -> tuple[str, ...]:
+        """The matrices of all streams but the first."""
+        return tuple(
+            b.weight(slot.format(at), SlotTensor(path.format(at - 1), (b.hidden, b.hidden)), keep=Keep.WHOLE)
+            for at in range(1, self.altup.count)
+        )
 
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...program.ops.hyper import ConnectStreams, GiveToStreams, SumStreams
+from ...program.op import STREAMS
+from ...program.ops.hyper import ConnectStreams, CopyToStreams, GiveToStreams, SumStreams
+from ...program.ops.residual import Replace
 from ...specs.hyper_connections import HyperConnectionSpec
 from ...weights.slot import Keep, SlotTensor
-from ...weights.slots import CONNECTIONS
 from ..build import Build, Value
 from .decoder import DecoderLayer
+
+#: Slots of the matrix, base and scale of numbers: of a layer's two parts, and of what joins the streams.
+_SLOTS = {
+    part: (slot, f"{slot}_base", f"{slot}_scale")
+    for part, slot in (("attn_hc", "attn_hyper"), ("ffn_hc", "ffn_hyper"), ("hc_head", "hyper_head"))
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,19 @@ class HyperConnectedLayer(DecoderLayer):
         """See `LayerSpec.streams`."""
         return self.connections
 
+    def begin(self, b: Build) -> None:
+        """See `LayerSpec.begin`."""
+        count = self.connections.count
+        b.put_all(CopyToStreams(count), b.lasting(STREAMS, count, b.hidden))
+
+    def finish(self, b: Build) -> None:
+        """See `LayerSpec.finish`."""
+        own, take = self.connections, None
+        if own.joined:
+            take = Value("take", own.count, kind="wide")
+            b.put_all(ConnectStreams(own, *_numbers(b, own, "hc_head", "hc_head.hc_", own.count, 1), take=take), take)
+        b.put(Replace(b.x, b.put(SumStreams("joined", take), b.hidden)), b.hidden)
+
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""
         p, mix = self._taken(b, "attn_hc")
@@ -38,11 +58,17 @@ class HyperConnectedLayer(DecoderLayer):
 
     def _taken(self, b: Build, part: str) -> tuple[Value, Value | None]:
         """What a part takes of the streams, and the numbers by which they mix, if they do."""
-        own, slots = self.connections, CONNECTIONS[part]
-        ends = {"fn": (own.rows, own.count * b.hidden), "base": (own.rows,), "scale": (own.scales,)}
-        for name, (end, shape) in zip(slots, ends.items(), strict=True):
-            b.weight(name, SlotTensor(f"{part}.{end}", shape), keep=Keep.FLOAT32)
+        own = self.connections
+        slots = _numbers(b, own, part, f"{part}.", own.rows, own.scales)
         take, give = (Value(name, own.count, kind="wide") for name in ("take", "give"))
         mix = Value("mix", own.count**2, kind="wide") if own.rounds else None
         b.put_all(ConnectStreams(own, *slots, take, give, mix), take, give, *(() if mix is None else (mix,)))
         return b.put(SumStreams("p", take), b.hidden), mix
+
+
+def _numbers(b: Build, own: HyperConnectionSpec, part: str, path: str, rows: int, scales: int) -> tuple[str, str, str]:
+    """Declare what numbers of a part are made by; returns the slots of the matrix, base and scale."""
+    shapes = {"fn": (rows, own.count * b.hidden), "base": (rows,), "scale": (scales,)}
+    for slot, (end, shape) in zip(_SLOTS[part], shapes.items(), strict=True):
+        b.weight(slot, SlotTensor(path + end, shape), keep=Keep.FLOAT32)
+    return _SLOTS[part]

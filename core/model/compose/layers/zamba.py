@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...program.op import EMBEDDED, View
+from ...program.ops.embed import KeepEmbeddings
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import GatedSpec
 from ...specs.recurrent import RecurrentSpec
@@ -43,6 +44,10 @@ class ZambaLayer(DecoderLayer):
 
     def _shares(self, size: int) -> dict[str, Any]:
         return {"shared": self.shared.share(size)}
+
+    def begin(self, b: Build) -> None:
+        """See `LayerSpec.begin`."""
+        b.put_all(KeepEmbeddings(), b.lasting(EMBEDDED, b.hidden))
 
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chorus.core.model.batch import StepBatch
+from chorus.core.model.compose.build import Build
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.layers.decoder import DecoderLayer
 from chorus.core.model.compose.layers.gemma_3n import Gemma3nLayer
@@ -58,6 +59,9 @@ class Config:
         kind = self.kind
         mixer, feed_forward = self.layers[0].mixer, self.layers[0].feed_forward
         written = [composed(layer, kind.norm, kind.hidden) for layer in self.layers]
+        around = Build(kind.hidden, kind.norm), Build(kind.hidden, kind.norm)
+        self.layers[0].begin(around[0])
+        self.layers[0].finish(around[1])
         names = {
             "hidden_size": kind.hidden,
             "intermediate_size": feed_forward.size,
@@ -76,7 +80,8 @@ class Config:
             "media": (),
             "vision": None,
             "streams": self.layers[0].streams,
-            "has_blocks": False,
+            "split": around[0],
+            "join": around[1],
             "has_last_norm": True,
             "scales_embeddings": False,
             "head_bias": kind.head_biased,

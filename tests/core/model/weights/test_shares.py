@@ -18,7 +18,7 @@ from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.model.weights.open_weights import open_weights
 from chorus.core.model.weights.shard import WHOLE, Shard
-from chorus.core.model.weights.tensor_parts import HYPER_HEAD, tensor_shapes
+from chorus.core.model.weights.tensor_parts import end_slots
 
 from ...tiny_families import EXPERTS, save_family
 from ..checkpoints.quantization.test_forms import with_experts
@@ -146,6 +146,6 @@ def test_weights_of_ranks_are_those_that_are_read(tmp_path, family):
             norm = config.hidden_size * (1 + config.norm.biased)
             tokens = Shard(rank, size).of_vocab(config)
             bias = (tokens.stop - tokens.start) * config.head_bias
-            joins = sum(math.prod(tensor_shapes(config).get(name, (0,))) for name in HYPER_HEAD)
+            joins = sum(math.prod(each.shape) for slot in end_slots(config) for each in slot.tensors)
             assert count == read + embeddings + norm + head_weights + bias + joins
         assert weights_of_rank(config, size) == pytest.approx(counted[0], rel=0.04)
