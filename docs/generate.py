@@ -182,7 +182,7 @@ def busy_labels() -> dict[str, list[Sample]]:
 
 
 def models() -> str:
-    from chorus.core.model.families import ALL
+    from chorus.core.model.families.registry import ALL
 
     lines = [
         "# Models\n",

@@ -12,7 +12,7 @@ from ...memory.files.tokens.base_tokens import BaseTokens
 from ..requests.blocks import Blocks
 from .checkpoints.quantization.registry import read_format
 from .config_json import ConfigJson
-from .families import FAMILIES, OF_TYPES
+from .families.registry import FAMILIES, OF_TYPES
 from .families.unserved import UNSERVED
 from .specs.config import ModelConfig, UnsupportedModel
 from .specs.family import NULLS, Family

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def families() -> list[str]:
     """One line for each family: its name, its architectures, and what of it is refused."""
-    from ...core.model.families import ALL
+    from ...core.model.families.registry import ALL
 
     rows = [(family.title, ", ".join(family.architectures), family.notes) for family in ALL]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer

@@ -12,8 +12,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.decoder import DecoderModel
-from chorus.core.model.families import FAMILIES as SERVED
 from chorus.core.model.families.reading import ON_OPERATORS
+from chorus.core.model.families.registry import FAMILIES as SERVED
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.families import FAMILIES
 from chorus.core.model.families.hy_v4 import HY_V4
-from chorus.core.model.families.inkling import INKLING
-from chorus.core.model.families.longcat import LONGCAT_FLASH
-from chorus.core.model.families.mimo import MIMO_V2_FLASH
+from chorus.core.model.families.inkling.family import INKLING
+from chorus.core.model.families.longcat.family import LONGCAT_FLASH
+from chorus.core.model.families.mimo.family import MIMO_V2_FLASH
 from chorus.core.model.families.nemotron_h import NEMOTRON_H
 from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from chorus.core.model.families.registry import FAMILIES
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.open_weights import open_weights

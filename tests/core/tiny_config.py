@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.specs.feed_forward import GatedSpec

@@ -5,7 +5,7 @@ Tests: tests/core/layers/test_hybrids.py
 
 from __future__ import annotations
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig

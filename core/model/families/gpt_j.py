@@ -4,7 +4,7 @@ output projection. Rotary embedding turns neighbouring elements of a part of eac
 
 from __future__ import annotations
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.layers.hyper import HyperConnectedLayer
+from ..compose.hyper import HyperConnectedLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, OutputGate
 from ..specs.config import ModelConfig

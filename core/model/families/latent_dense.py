@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family

@@ -6,7 +6,7 @@ Tests: tests/core/layers/test_hybrids.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig

@@ -4,7 +4,7 @@ without weights.
 
 from __future__ import annotations
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig

@@ -7,7 +7,7 @@ Tests: tests/core/test_families.py, tests/core/test_text_parts.py
 
 from __future__ import annotations
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig

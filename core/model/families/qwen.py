@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson, UnsupportedModel
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..compose.layers.decoder import DecoderLayer
+from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -28,7 +28,6 @@ from . import (
     hunyuan,
     hy_v4,
     hyperclova,
-    inkling,
     llama,
     nemotron_h,
     persimmon,
@@ -37,6 +36,7 @@ from . import (
     rotary,
     seeing,
 )
+from .inkling import family as inkling
 from .seeing import Around
 
 

@@ -105,7 +105,7 @@ class HeadConvSpec(RecurrentSpec):
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """None: see `compose.layers.zaya`."""
+        """None: see `families.zaya.layer`."""
         return ()
 
     def share(self, size: int) -> HeadConvSpec:

@@ -6,7 +6,8 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
-A layer may have one of the two alone; what layers of some families have besides is in their classes: `compose.layers`.
+A layer may have one of the two alone; what layers of some families have besides is in their classes, in the folders of
+these families.
 
 Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
 """
@@ -99,7 +100,7 @@ class StreamsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec(ABC):
-    """One layer: frozen, equal to others of the same class and fields, and sent to ranks. See `compose.layers`."""
+    """One layer: frozen, equal to others of the same class and fields, and sent to ranks. See `DecoderLayer`."""
 
     WHY_WHOLE: ClassVar[str | None] = None
     """Why ranks can't share layers of this class; None: they can, as far as their parts can be shared."""

@@ -139,7 +139,7 @@ class NgramSpec(RecurrentSpec):
         return NgramWeights(numbers, tensors[_CONV].squeeze(1).T.contiguous(), self.size)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """None: see `compose.layers.gated_streams`."""
+        """None: see `families.qwen4_exp.layer`."""
         return ()
 
     def share(self, size: int) -> NgramSpec:

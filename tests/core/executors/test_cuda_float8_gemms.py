@@ -11,7 +11,7 @@ from chorus.core.executors import cuda_float8_gemms
 from chorus.core.executors.cuda_float8_gemms import check_float8_gemms, choose_float8_gemms
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.config import UnsupportedModel

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 
 triton = pytest.importorskip("triton")
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.compose.layers.decoder import DecoderLayer
-from chorus.core.model.compose.layers.gemma_4 import Gemma4Layer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.families.gemma_4.layer import Gemma4Layer
 from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings

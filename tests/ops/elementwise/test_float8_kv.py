@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.specs.attention import AttentionSpec

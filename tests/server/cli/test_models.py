@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from chorus.core.model.families import FAMILIES
+from chorus.core.model.families.registry import FAMILIES
 from chorus.server.cli import command as cli
 from chorus.server.demo.builtin import BUILTIN_MODEL
 

@@ -1,1 +1,1 @@
-"""JetMoE: a mixture of attention heads, and one of feed-forward experts."""
+"""JetMoE: how its configuration is read, and its layers."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...compose.attention import attend, heads, kept_in
 from ...compose.build import Build, Proj, Value
-from ...compose.layers.decoder import DecoderLayer
+from ...compose.decoder_layer import DecoderLayer
 from ...program.op import View
 from ...specs.attention import AttentionSpec
 from ...weights.layer_weights import PartWeights

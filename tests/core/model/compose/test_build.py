@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.model.compose.build import Build, Proj, Value, width_of
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.op import View
 from chorus.core.model.program.ops.attend import Attend

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.lora.lora_state import LoraState
 from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.moe.experts import ExpertPack, mix_experts

@@ -11,7 +11,7 @@ import pytest
 
 from chorus.core.model.compose import attention
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.compose.layers.decoder import DecoderLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.program.op import Op
 from chorus.core.model.program.ops.logits import Cap
 

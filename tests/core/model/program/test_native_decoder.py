@@ -13,10 +13,10 @@ import torch
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.compose.build import Build
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.compose.layers.decoder import DecoderLayer
-from chorus.core.model.compose.layers.gemma_3n import Gemma3nLayer
-from chorus.core.model.compose.layers.gemma_4 import Gemma4Layer
-from chorus.core.model.compose.layers.muse import MuseLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.families.gemma_3n.layer import Gemma3nLayer
+from chorus.core.model.families.gemma_4.layer import Gemma4Layer
+from chorus.core.model.families.muse.layer import MuseLayer
 from chorus.core.model.program.native_binding import Tables, score_scale
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate

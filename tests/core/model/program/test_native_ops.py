@@ -8,10 +8,10 @@ from enum import StrEnum
 import pytest
 
 from chorus.core.model.compose.composed import composed
-from chorus.core.model.compose.layers.bitnet import BitNetLayer
-from chorus.core.model.compose.layers.decoder import DecoderLayer
-from chorus.core.model.compose.layers.diffllama import DiffLlamaLayer
-from chorus.core.model.compose.layers.mimo import MiMoLayer
+from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.families.bitnet.layer import BitNetLayer
+from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
+from chorus.core.model.families.mimo.layer import MiMoLayer
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.program.op import NoNativeOp
 from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from chorus.core.model.families import FAMILIES
+from chorus.core.model.families.registry import FAMILIES
 from chorus.core.model.families.unserved import UNSERVED
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorus.core.model.families import FAMILIES
+from chorus.core.model.families.registry import FAMILIES
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.attention import HeadNorm, LatentSpec, QueryGrowth
 from chorus.core.model.specs.config import UnsupportedModel

@@ -1,0 +1,1 @@
+"""BitNet: how its configuration is read, and its layers."""

@@ -1,0 +1,41 @@
+"""BitNet: a norm of what attention's output projection reads, and one of what the feed-forward part's does.
+
+Tests: tests/core/layers/test_inner_norms.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+from ...config_json import ConfigJson
+from ...specs.config import ModelConfig
+from ...specs.family import Family
+from ...specs.tensor_names import LLAMA_TENSORS
+from .. import reading, rotary
+from .layer import BitNetLayer
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    attention = rotary.attention(fields)
+    if attention.q_size != fields.integer("hidden_size"):
+        why = f"the norm of attention's output is as wide as hidden_size; heads have {attention.q_size} elements"
+        raise fields.refuse("head_dim", why)
+    layers = [BitNetLayer(attention, reading.gated(fields))] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+BITNET = Family(
+    "BitNet",
+    ("BitNetForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 5,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "relu2",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    LLAMA_TENSORS,
+    notes="of weights that are not ternary; `quant_method: bitnet` is refused",
+    nulls=("num_key_value_heads",),
+)

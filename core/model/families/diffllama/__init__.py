@@ -1,0 +1,1 @@
+"""DiffLlama: how its configuration is read, and its layers."""

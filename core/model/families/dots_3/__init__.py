@@ -1,0 +1,1 @@
+"""Dots 3 Note: how its configuration is read, and its layers."""

@@ -1,0 +1,1 @@
+"""Falcon-H1: how its configuration is read, and its layers."""

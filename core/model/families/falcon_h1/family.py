@@ -1,0 +1,95 @@
+"""Falcon-H1: every layer has attention and Mamba 2 side by side, with factors of both and of its gated part.
+
+Tests: tests/core/layers/test_two_mixers.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...config_json import ConfigJson
+from ...specs.attention import AttentionSpec
+from ...specs.config import ModelConfig
+from ...specs.family import Family
+from ...specs.feed_forward import GatedSpec
+from .. import reading, rotary
+from ..bamba import BAMBA
+from ..mamba import MAMBA_2_DEFAULTS, mamba_2
+from .layer import FalconH1Layer, MixerBeside
+
+#: Factors that are 1 where they are missing.
+_FACTORS = (
+    "embedding_multiplier",
+    "lm_head_multiplier",
+    "key_multiplier",
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+)
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    layer = FalconH1Layer(_attention(fields), _gated(fields), beside=_beside(fields))
+    return reading.dense(
+        fields,
+        [layer] * fields.integer("num_hidden_layers"),
+        reading.rms_norm(fields),
+        embedding_multiplier=fields.number("embedding_multiplier"),
+        logits_scale=fields.number("lm_head_multiplier"),
+    )
+
+
+def _attention(fields: ConfigJson) -> AttentionSpec:
+    """The factor of keys, which comes after their bias, is one of the scores."""
+    own = rotary.attention(fields)
+    return replace(own, scale=own.scale * fields.number("key_multiplier"))
+
+
+def _beside(fields: ConfigJson) -> MixerBeside:
+    size = fields.optional("mamba_d_ssm")
+    mamba = replace(
+        mamba_2(fields, size),
+        normed=fields.boolean("mamba_rms_norm"),
+        gates_norm=fields.boolean("mamba_rms_norm") and fields.boolean("mamba_norm_before_gate"),
+        out_bias=fields.boolean("projectors_bias"),
+    )
+    return MixerBeside(
+        mamba,
+        in_factor=fields.number("ssm_in_multiplier"),
+        out_factor=fields.number("ssm_out_multiplier"),
+        attention_in=fields.number("attention_in_multiplier"),
+        attention_out=fields.number("attention_out_multiplier"),
+        section_factors=_factors(fields, "ssm_multipliers", 5),
+    )
+
+
+def _gated(fields: ConfigJson) -> GatedSpec:
+    own, factors = reading.gated(fields, bias=fields.boolean("mlp_bias")), _factors(fields, "mlp_multipliers", 2)
+    return replace(own, gate_factor=factors[0], factor=factors[1]) if factors else own
+
+
+def _factors(fields: ConfigJson, name: str, count: int) -> tuple[float, ...]:
+    """So many factors; none where the field is missing or null, which stands for ones, or where all are 1."""
+    found = fields.numbers(name)
+    if len(found) != count and not fields.is_missing(name):
+        raise fields.refuse(name, f"{count} numbers are needed")
+    return tuple(map(float, found)) if set(found) - {1.0} else ()
+
+
+FALCON_H1 = Family(
+    "Falcon-H1",
+    ("FalconH1ForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        **MAMBA_2_DEFAULTS,
+        "mamba_d_ssm": 1024,
+        "mamba_norm_before_gate": True,
+        **dict.fromkeys(_FACTORS, 1.0),
+    },
+    BAMBA.tensors,
+    nulls=("mamba_d_head", "mamba_d_ssm", "mamba_norm_before_gate", "mamba_rms_norm", "num_key_value_heads"),
+)

@@ -1,0 +1,1 @@
+"""Gemma 3n: how its configuration is read, and its layers."""

@@ -1,0 +1,1 @@
+"""Gemma 4: how its configuration is read, and its layers."""

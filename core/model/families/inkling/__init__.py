@@ -1,0 +1,1 @@
+"""Inkling: how its configuration is read, and its layers."""

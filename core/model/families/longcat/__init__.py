@@ -1,0 +1,1 @@
+"""LongCat-Flash: how its configuration is read, and its layers."""

@@ -1,0 +1,1 @@
+"""Mistral Large 4: how its configuration is read, and its layers."""

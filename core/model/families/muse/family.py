@@ -1,0 +1,165 @@
+"""Muse Glimmer's text: norms around each part, gates of attention's output, and layers with a window and a rope between
+others that have neither.
+
+Queries and keys are normalised without weights, and so are embeddings. The norms of what parts add have an eps of their
+own, and the last norm's weights are stored as they are, where those of layers are stored less one.
+
+Muse Spark's text: besides, every head's output is normalised, the residual stream and what parts add have learned
+factors, and experts read latents.
+
+Tests: tests/core/test_text_parts.py, tests/core/layers/test_gated_residual.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...config_json import ConfigJson
+from ...specs.attention import AttentionSpec, HeadNorm, OutputGate
+from ...specs.config import ModelConfig
+from ...specs.family import Family, text_shape
+from ...specs.feed_forward import LatentExperts, Routing, Scoring
+from ...specs.layers import LayerSpec
+from ...specs.norms import Norms, NormSpec
+from ...specs.tensor_names import AROUND_NORMS, TEXT_AND_IMAGES, TensorNames
+from .. import reading, rotary
+from .layer import MuseLayer
+
+#: The base of Spark's rope where `config.json` says nothing of it; with an object that leaves it out, it is
+#: that of other families.
+_THETA = 500_000.0
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    feed_forward, out_eps = reading.gated(fields, "hidden_activation"), fields.number("post_norm_eps")
+    layers = [MuseLayer(mixer, feed_forward, Norms.AROUND, out_eps=out_eps) for mixer in _mixers(fields)]
+    return _model(fields, layers)
+
+
+def _read_spark(fields: ConfigJson) -> ModelConfig:
+    if fields.integer("hidden_size") % fields.integer("num_attention_heads"):
+        raise fields.refuse("hidden_size", "transformers takes multiples of num_attention_heads alone")
+    if all(fields.is_missing(name) for name in ("rope_parameters", "rope_scaling")):
+        fields = fields.with_values({"rope_theta": _THETA})
+    routing = Routing(
+        1,
+        Scoring.SIGMOID,
+        renormalised=True,
+        epsilon=1e-15,
+        factor=fields.number("routed_scaling_factor"),
+        corrected=True,
+        logits_factor=fields.number("output_multiplier"),
+    )
+    out_eps = fields.number("post_norm_eps")
+    latent = LatentExperts(fields.integer("moe_hidden_size"), out_eps)
+    experts = reading.experts(fields, routing, latent=latent)
+    eps = reading.rms_norm(fields).eps
+    own = {"out_eps": out_eps, "head_eps": eps, "temperature": fields.number("residual_gate_temperature")}
+    has_experts = reading.mlp_layer_types(fields, 0)
+    layers = reading.layers_with_experts(
+        fields, _mixers(fields), experts, has_experts, MuseLayer, norms=Norms.AROUND, **own
+    )
+    return _model(fields, layers)
+
+
+def _mixers(fields: ConfigJson) -> list[AttentionSpec]:
+    """Attention of each layer."""
+    if fields.boolean("tie_word_embeddings"):
+        why = "the embeddings are normalised, and the output projection is not; only false is supported"
+        raise fields.refuse("tie_word_embeddings", why)
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope = rotary.rope(fields, heads.head_dim)
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5 * fields.number("qk_scale_factor"),
+        rope=None,
+        head_norm=HeadNorm.BARE,
+        qkv_bias=bias,
+        o_bias=bias,
+        output_gate=OutputGate.APART,
+    )
+    count = fields.integer("num_hidden_layers")
+    every_fourth = [(count - 1 - at) % 4 == 0 for at in range(count)]
+    types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [
+        reading.FULL if each else reading.SLIDING for each in every_fourth
+    ]
+    rotates = [not each for each in every_fourth]
+    if not fields.is_missing("layer_rope_theta"):
+        rotates = [theta != 0 for theta in fields.numbers("layer_rope_theta")]
+        if len(rotates) != count:
+            raise fields.refuse("layer_rope_theta", f"{len(rotates)} bases for num_hidden_layers, {count}")
+    kinds = zip(rotates, reading.windows_of(fields, types), strict=True)
+    return [replace(attention, rope=rope if turns else None, window=window) for turns, window in kinds]
+
+
+def _model(fields: ConfigJson, layers: Sequence[LayerSpec]) -> ModelConfig:
+    eps = fields.number("rms_norm_eps")
+    return reading.dense(
+        fields,
+        layers,
+        NormSpec(eps, one_plus=True, wide=True),
+        last_norm=NormSpec(eps, wide=True),
+        embedding_rows_eps=eps,
+        logits_scale=fields.number("output_multiplier"),
+        logits_softcap=fields.number("final_logit_softcapping"),
+    )
+
+
+_NAMES = TensorNames(
+    prefixes=TEXT_AND_IMAGES.prefixes,
+    names={**AROUND_NORMS, "self_attn.g_proj": "self_attn.gate_proj"},
+    left_out=tuple(
+        f"{outer}{part}."
+        for outer in ("", "model.")
+        for part in ("vision_tower", "vision_adapter", "vision_projection")
+    ),
+)
+GLIMMER = Family(
+    "Muse Glimmer (text)",
+    ("MuseGlimmerForConditionalGeneration",),
+    _read,
+    {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "sliding_window": 2048,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 0.19611613513818404,
+        "final_logit_softcapping": 20.0,
+        "bos_token_id": 200000,
+        "eos_token_id": 200001,
+    },
+    _NAMES,
+    notes="text only; adapters with rows of embeddings of their own are refused, as these are normalised",
+    shape=text_shape(202048, 6656, 19968, 52, 32),
+)
+SPARK = Family(
+    "Muse Spark (text)",
+    ("MuseSparkForConditionalGeneration",),
+    _read_spark,
+    {
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "sliding_window": 2048,
+        "qk_scale_factor": 5.4730064863875,
+        "output_multiplier": 0.1767766952966369,
+        "final_logit_softcapping": 20.0,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 4096,
+        "moe_hidden_size": 4096,
+        "routed_scaling_factor": 1.0,
+        "residual_gate_temperature": 0.3,
+        "bos_token_id": 200000,
+        "eos_token_id": 200001,
+    },
+    replace(_NAMES, left_out=(*_NAMES.left_out, *(f"{outer}audio_tower." for outer in ("", "model.")))),
+    notes=f"{GLIMMER.notes}; {reading.ON_OPERATORS}",
+    shape=text_shape(202048, 8192, 16384, 62, 128),
+)

@@ -1,0 +1,1 @@
+"""Qwen4-Exp: how its configuration is read, and its layers."""

@@ -1,0 +1,1 @@
+"""Zamba and Zamba 2: how configurations are read, and their layers."""

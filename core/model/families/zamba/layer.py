@@ -1,0 +1,92 @@
+"""Zamba and Zamba 2: a block of attention and a gated part, whose weights layers share, before a layer's mixer.
+
+Tests: tests/core/layers/test_shared_blocks.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...compose.attention import attend, attention_in, heads, heads_in, project
+from ...compose.build import Build, Proj, Value
+from ...compose.decoder_layer import DecoderLayer
+from ...compose.mixers import mix, mixer_in, mixer_out
+from ...compose.parts import activated, down, gate_up
+from ...program.op import EMBEDDED, View
+from ...program.ops.embed import KeepEmbeddings
+from ...specs.attention import AttentionSpec
+from ...specs.feed_forward import GatedSpec
+from ...specs.recurrent import RecurrentSpec
+from ...specs.shared_block import SharedBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZambaLayer(DecoderLayer):
+    """See `SharedBlock`. Attention and the mixer are apart, so the program has two parts."""
+
+    shared: SharedBlock
+
+    @property
+    def block(self) -> SharedBlock:
+        """See `LayerSpec.block`."""
+        return self.shared
+
+    @property
+    def recurrent(self) -> RecurrentSpec:
+        """See `LayerSpec.recurrent`."""
+        return self.shared.mixer
+
+    @property
+    def num_parts(self) -> int:
+        """See `LayerSpec.num_parts`."""
+        return 3
+
+    def _shares(self, size: int) -> dict[str, Any]:
+        return {"shared": self.shared.share(size)}
+
+    def begin(self, b: Build) -> None:
+        """See `LayerSpec.begin`."""
+        b.put_all(KeepEmbeddings(), b.lasting(EMBEDDED, b.hidden))
+
+    def build(self, b: Build) -> None:
+        """See `DecoderLayer.build`."""
+        block, a, dense = self.shared, self.attention, self.dense
+        assert a is not None and isinstance(dense, GatedSpec), "a block has both"
+        y = self._block_part(b, block, dense, self._attended(b, block, a))
+        t = b.sum(b.x, b.linear("place_out", y, "t", Proj("linear", b.hidden)), "xt")
+        own, path = block.mixer, block.mixer_path
+        r = mixer_in(b, own, b.norm("second_norm", t), "beside_in", "r", path)
+        b.add(b.reduce(mixer_out(b, own, mix(b, own, r, "m", path), "beside_out", "z", path)))
+
+    def _attended(self, b: Build, block: SharedBlock, a: AttentionSpec) -> Value:
+        with b.shared_with(block.first):
+            n = b.norm("block_norm", b.concat("xe", b.x, Value(EMBEDDED, b.hidden)))
+            x = attention_in(b, a, n)
+        if block.heads_rank:
+            x = b.sum(x, _own_heads(b, a, n, block.heads_rank), "in")
+        with b.shared_with(block.first):
+            q, _ = heads(b, a, x)
+            return b.reduce(project(b, a, attend(b, a, q)))
+
+    def _block_part(self, b: Build, block: SharedBlock, dense: GatedSpec, y: Value) -> Value:
+        with b.span("mlp"):
+            with b.shared_with(block.first):
+                rows = b.norm("mlp_norm", y)
+                gu = gate_up(b, dense, rows)
+            if block.mlp_rank:
+                low = b.linear("place_mlp_down", rows, "low", Proj("mlp.place_down", block.mlp_rank))
+                up = Proj("mlp.place_up", 2 * dense.size, dense.size, sections=(dense.size, dense.size))
+                gu = b.sum(gu, b.linear("place_mlp_up", low, "gl", up), "gu")
+            with b.shared_with(block.first):
+                return down(b, dense, activated(b, dense, gu))
+
+
+def _own_heads(b: Build, a: AttentionSpec, n: Value, rank: int) -> Value:
+    """What the layer's own pairs of small matrices add to queries, keys and values."""
+    low = b.linear("place_heads_down", n, "low", *(Proj(f"self_attn.{each}_place_down", rank) for each in "qkv"))
+    parts: list[Value] = []
+    for at, (name, own) in enumerate(zip(("query", "key", "value"), heads_in(a), strict=True)):
+        part, up = View(low, at * rank, (at + 1) * rank, copied=True), f"self_attn.{name[0]}_place_up"
+        parts.append(b.linear(f"place_{name}_up", part, f"{name[0]}u", Proj(up, own.outputs, own.units)))
+    return b.concat("low", *parts)

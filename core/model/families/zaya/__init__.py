@@ -1,0 +1,1 @@
+"""ZAYA: how its configuration is read, and its layers."""
