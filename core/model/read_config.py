@@ -12,6 +12,7 @@ from ...memory.files.tokens.base_tokens import BaseTokens
 from ..requests.blocks import Blocks
 from .checkpoints.quantization.registry import read_format
 from .config_json import ConfigJson
+from .families.plugins import plugin
 from .families.registry import FAMILIES, OF_TYPES
 from .families.unserved import UNSERVED
 from .specs.config import ModelConfig, UnsupportedModel
@@ -130,12 +131,16 @@ def _blocks(text: ConfigJson, vision: VisionSpec | None) -> Blocks | None:
 
 
 def family_of(architecture: str) -> tuple[Family | None, str]:
-    """Return the family of an architecture, and what replaces its output projection: `CLASSIFIER`, `BARE` or ""."""
-    if (family := FAMILIES.get(architecture)) is not None:
-        return family, ""
-    for end, kind in _ENDS.items():
-        if architecture.endswith(end) and (family := FAMILIES.get(architecture.removesuffix(end) + _GENERATOR)):
-            return family, kind
+    """Return the family of an architecture, and what replaces its output projection: `CLASSIFIER`, `BARE` or "".
+
+    Raises UnsupportedModel for one of another distribution that can't be used.
+    """
+    ends = ((end, kind) for end, kind in _ENDS.items() if architecture.endswith(end))
+    names = {architecture: "", **{architecture.removesuffix(end) + _GENERATOR: kind for end, kind in ends}}
+    for find in (FAMILIES.get, plugin):
+        for name, kind in names.items():
+            if (family := find(name)) is not None:
+                return family, kind
     return None, ""
 
 

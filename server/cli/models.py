@@ -49,9 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def families() -> list[str]:
     """One line for each family: its name, its architectures, and what of it is refused."""
-    from ...core.model.families.registry import ALL
+    from ...core.model.families.plugins import plugins
+    from ...core.model.families.registry import ALL, FAMILIES
 
     rows = [(family.title, ", ".join(family.architectures), family.notes) for family in ALL]
+    for name, found in plugins(FAMILIES):
+        rows.append(("", name, found) if isinstance(found, str) else (found.title, name, found.notes))
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"{title:{first}}  {names:{second}}  {notes}".rstrip() for title, names, notes in rows]
 

@@ -83,6 +83,9 @@ class TorchProgram:
         """Bind the programs: again, after the model's ranks have changed."""
         programs = self.programs
         self._whole, last = fused_layers([program.ops for program in programs])
+        if last is not None and self._end_programs.join:  # which reads what is added
+            self._whole[-1].append(last)
+            last = None
         self.pending = None if last is None else last.y
         behind = [*(_reads(ops) for ops in self._whole[1:]), set() if last is None else {last.y}]
         self.layers = [

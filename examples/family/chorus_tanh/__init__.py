@@ -1,0 +1,1 @@
+"""Llama with a dynamic tanh in place of each norm, for Chorus."""
