@@ -16,7 +16,7 @@ import torch
 from ..library.described_adapters import described
 from ..library.native_descriptors import (
     ELEMENT_OF,
-    NativeActivation,
+    NativeGating,
     NativeScoring,
 )
 from ..library.native_integers import IntegerPanels, integers_of_each
@@ -24,15 +24,6 @@ from ..library.native_library import library, native_layout
 from ..lora.sgmv import AdapterRows, Segments
 from .expert_gemms import Panels
 from .routing import Routing
-
-
-@dataclass(frozen=True, slots=True)
-class NativeGating:
-    """What becomes of gate and up. alpha, limit: of a clamped SwiGLU."""
-
-    activation: NativeActivation
-    alpha: float = 0.0
-    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +140,11 @@ class NativeMixture:
         factors: torch.Tensor | None = None,
         shared: NativeExperts | None = None,
         shared_gate: torch.Tensor | None = None,
+        shared_gating: NativeGating | None = None,
     ) -> None:
         """router: of float32, `[experts, hidden]`. router_bias, correction: `[experts]`.
         factors: likewise, of their weights. shared: one expert that every
-        row goes to. shared_gate: `[1, hidden]`, of its output.
+        row goes to. shared_gate: `[1, hidden]`, of its output. shared_gating: its own; None: that of the others.
         """
         if router.data.dtype != torch.float32:
             raise ValueError(f"a router's weights are of {router.data.dtype}; they must be of float32")
@@ -184,6 +176,9 @@ class NativeMixture:
             activation=gating.activation,
             alpha=gating.alpha,
             limit=gating.limit,
+            shared_activation=(shared_gating or gating).activation,
+            shared_alpha=(shared_gating or gating).alpha,
+            shared_limit=(shared_gating or gating).limit,
             gate_up=self._matrices(experts.gate_up, experts.gate_up_bias),
             down=self._matrices(experts.down, experts.down_bias),
             shared_gate_up=self._matrices(() if shared is None else shared.gate_up),

@@ -31,15 +31,15 @@ from ....ops.elementwise.elementwise import (
 )
 from ....ops.gemm import packed_gemm
 from ....ops.gemm.narrow_weights import NarrowWeight
-from ....ops.library.native_descriptors import NativeActivation
+from ....ops.library.native_descriptors import NativeGating
 from ....ops.library.native_integers import IntegerPanels
 from ....ops.moe import expert_gemms
 from ....ops.moe.expert_gemms import Matrix, Panels, multiply_each
 from ....ops.moe.expert_tiles_schedule import ExpertLaunches
-from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixture
+from ....ops.moe.native_mixture import NativeExperts, NativeMixture
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
-from ..native_names import native_activation
+from ..native_names import native_gating
 from ..specs.feed_forward import (
     Activation,
     BoundedSwiglu,
@@ -245,12 +245,7 @@ def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | 
 
 def _gating(activation: ExpertActivation) -> NativeGating | None:
     """What becomes of gate and up in the native library; None: it does not compute that."""
-    if isinstance(activation, ClampedSwiglu):
-        return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
-    if isinstance(activation, BoundedSwiglu) or activation is UngatedActivation.XIELU:  # which have parameters
-        return None
-    found = native_activation(activation)
-    return None if found is None else NativeGating(found)
+    return None if activation is UngatedActivation.XIELU else native_gating(activation)  # which has parameters
 
 
 def what_native_lacks(spec: Experts) -> str | None:
@@ -274,9 +269,11 @@ def _what_kernels_lack(spec: Experts) -> str | None:
         return "mixture with experts that give their input back"
     if spec.skips:
         return "mixture with an expert that gives nothing"
-    if spec.shared_activation not in (None, spec.activation):
-        return f"mixture of experts with {spec.activation}, whose shared expert has {spec.shared_activation}"
-    return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
+    shared = spec.shared_activation or spec.activation
+    if isinstance(shared, UngatedActivation) == spec.is_gated:
+        return f"mixture of experts with {spec.activation}, whose shared expert has {shared}"
+    lacking = next((each for each in (spec.activation, shared) if _gating(each) is None), None)
+    return None if lacking is None else f"mixture of experts with {lacking}"
 
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
@@ -297,6 +294,7 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
         factors=experts.factors,
         shared=NativeExperts(*shared) if spec.shared_size else None,
         shared_gate=experts.shared_gate,
+        shared_gating=None if spec.shared_activation is None else _gating(spec.shared_activation),
     )
 
 

@@ -39,7 +39,7 @@ from ..weights.shadow import INPUTS_ARE_ROUNDED
 from ..weights.slots import EXPERTS, MERGED_MATRICES
 from ..weights.weight_plan import PACKED
 from ..weights.weights import Weights
-from .ends import cap_of, end_programs
+from .ends import cap_of, end_programs, lasting_buffers
 from .native_attention import latent_shape
 from .native_binding import Tables, layer_bindings
 from .native_buffers import check_native
@@ -77,17 +77,20 @@ def _rows_of_weights(config: ModelConfig) -> list[int]:
 def _program(config: ModelConfig) -> NativeProgram:
     """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
     of_share = config.num_ranks > 1
-    found = NativeProgram(config.programs, config.hidden_size, config.projections, has_ranks=of_share)
+    lasting = lasting_buffers(config)
+    found = NativeProgram(config.programs, config.hidden_size, config.projections, has_ranks=of_share, lasting=lasting)
     for op in (*(ends := end_programs(config)).before, *ends.behind):
         check_native(op)
     return found
 
 
 def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
-    """Rows of the weights that attention has besides its input GEMM."""
+    """Rows of what attention multiplies with besides its input GEMM: weights, and keys of an indexer."""
+    indexer = mixer.indexer or mixer.block_indexer
+    own = () if indexer is None else (indexer.key_dim,)
     if (latent := mixer.latent) is None:
-        return (mixer.out_size,)
-    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
+        return (mixer.out_size, *own)
+    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank, *own
 
 
 class NativeDecoderModel:

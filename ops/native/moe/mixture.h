@@ -40,11 +40,18 @@ struct MixtureDesc {
     const float* router_bias;  // [experts]; null: none
     RoutingDesc routing;
     Activation activation;
-    float alpha, limit;  // of kClampedSwiglu
+    float alpha, limit;  // see Gating
     ExpertMatrices gate_up, down;
     ExpertMatrices shared_gate_up, shared_down;  // of one expert
     const float* shared_gate;  // [hidden]; null: the shared expert's output is added as it is
     int32_t of_inputs;  // 1: weights are of the experts' inputs, not of their outputs; then gate_up has no bias
+    Activation shared_activation;  // the shared expert's, with a gate if the others have one
+    float shared_alpha, shared_limit;
+
+    Gating gating(bool shared) const {
+        if (shared) return {shared_activation, shared_alpha, shared_limit};
+        return {activation, alpha, limit};
+    }
 
     // Columns of gate and up of an expert, which may have no gate.
     int ups(int of_size) const { return of_size << is_gated(activation); }
@@ -319,7 +326,7 @@ class Mixture {
             gemm.run({0, t.rows, column + size, kPanel}, out.from(0, kPanel));
             for (int r = 0; r < t.rows; r++) {
                 if (m_.of_inputs && !t.shared) scale_by(out[r], 2 * kPanel, own.gathered.weight[t.first + r]);
-                activate_row(out[r], out[r] + kPanel, kPanel, acts(t.shared)[t.first + r] + column);
+                activate_row(t.shared, out[r], out[r] + kPanel, kPanel, acts(t.shared)[t.first + r] + column);
             }
         };
         each_tile(team, me, own, {panels_of(m_.size), panels_of(m_.shared_size)}, 0, visit, [](int, bool) {});
@@ -357,14 +364,14 @@ class Mixture {
             scale_by(own.row.data(), m_.ups(size), own.gathered.weight[i]);
             gate = own.row.data();
         }
-        activate_row(gate, gate + size, size, out);
+        activate_row(shared, gate, gate + size, size, out);
     }
     // up: unused without a gate; then `gate` is what the activation reads
     template <class Out>
-    void activate_row(const float* gate, const float* up, int size, Out* out) const {
-        if (m_.activation == kClampedSwiglu) clamped_swiglu(gate, up, size, m_.alpha, m_.limit, out);
-        else if (is_gated(m_.activation)) activate(m_.activation, gate, up, size, out);
-        else activate_alone(m_.activation, nullptr, gate, size, out);
+    void activate_row(bool shared, const float* gate, const float* up, int size, Out* out) const {
+        const Gating gating = m_.gating(shared);
+        if (is_gated(gating.activation)) activate(gating, gate, up, size, out);
+        else activate_alone(gating.activation, nullptr, gate, size, out);
     }
 
     // The factor of an expert's output.

@@ -77,6 +77,8 @@ class Config:
             "vision": None,
             "streams": self.layers[0].streams,
             "has_blocks": False,
+            "top_k": None,
+            "experts": next((layer.experts for layer in self.layers if layer.experts), None),
             "has_last_norm": True,
             "scales_embeddings": False,
             "head_bias": kind.head_biased,
