@@ -51,6 +51,12 @@ class MixtureModules(NamedTuple):
     """Of an expert; likewise `down`."""
     down: Sequence[tuple[int, int, int]]
 
+    def split_shared(self) -> tuple[MixtureModules, MixtureModules]:
+        """Those of all but the shared expert, and its own."""
+        return self._replace(shared_gate=(), shared_gate_up=(), shared_down=()), self._replace(
+            router=(), gate_up=(), down=()
+        )
+
     def described(self) -> Array[Any]:
         """In the library's form."""
         layout = native_layout()
@@ -130,7 +136,7 @@ class NativeMixture:
 
     def __init__(
         self,
-        router: Panels,
+        router: Panels | None,
         experts: NativeExperts,
         routing: Routing,
         gating: NativeGating,
@@ -141,24 +147,31 @@ class NativeMixture:
         shared: NativeExperts | None = None,
         shared_gate: torch.Tensor | None = None,
         shared_gating: NativeGating | None = None,
+        out_norm: tuple[torch.Tensor, float] | None = None,
     ) -> None:
-        """router: of float32, `[experts, hidden]`. router_bias, correction: `[experts]`.
+        """router: of float32, `[experts, inputs]`; it may have more experts than there are, which give their input
+        back. None: the shared expert is alone. router_bias, correction: `[experts]`. out_norm: see `LatentExperts`.
         factors: likewise, of their weights. shared: one expert that every
         row goes to. shared_gate: `[1, hidden]`, of its output. shared_gating: its own; None: that of the others.
         """
-        if router.data.dtype != torch.float32:
+        if router is not None and router.data.dtype != torch.float32:
             raise ValueError(f"a router's weights are of {router.data.dtype}; they must be of float32")
-        self._hidden, self._per_token = router.inputs, routing.per_token
-        matrices = [*experts.gate_up, *experts.down]
+        first, *_ = (*experts.gate_up, *(() if shared is None else shared.gate_up))
+        self._hidden, self._per_token = first.inputs, routing.per_token
+        matrices, count = [*experts.gate_up, *experts.down], len(experts.down)
         self._dtype = next((each.data.dtype for each in matrices if isinstance(each, Panels)), None)
         self._kept: list[Any] = [router, experts, shared]  # the description has addresses of these
         self._description = native_layout().filled(
             "MixtureDesc",
             hidden=self._hidden,
-            experts=router.outputs,
-            size=experts.down[0].inputs,
+            experts=count,
+            size=experts.down[0].inputs if count else 0,
             shared_size=0 if shared is None else shared.down[0].inputs,
-            router=router.data.data_ptr(),
+            router=None if router is None else router.data.data_ptr(),
+            routed=self._hidden if router is None else router.inputs,
+            idle=0 if router is None else router.outputs - count,
+            out_norm=None if out_norm is None else self._values(out_norm[0]),
+            out_eps=0.0 if out_norm is None else out_norm[1],
             router_bias=self._values(router_bias),
             routing={
                 "correction": self._values(correction),
@@ -172,6 +185,8 @@ class NativeMixture:
                 "epsilon": routing.epsilon,
                 "factor": routing.factor,
                 "jitter": routing.jitter,
+                "other_score": routing.other_score,
+                "logits_factor": routing.logits_factor,
             },
             activation=gating.activation,
             alpha=gating.alpha,

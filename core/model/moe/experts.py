@@ -133,7 +133,13 @@ class ExpertWeights(ABC):
         """
 
     def native(self, spec: Experts) -> NativeMixture | None:
-        """The same for the native library, router and all; None if something isn't packed for it."""
+        """The same for the native library, router and all; None if something isn't packed for it. Experts of latents
+        come without the shared one.
+        """
+        return None
+
+    def native_shared(self, spec: Experts) -> NativeMixture | None:
+        """Likewise, the shared expert alone."""
         return None
 
 
@@ -154,6 +160,14 @@ class ListedExperts(ExpertWeights):
     """Of each expert `[hidden]`."""
 
     _native: tuple[Experts, NativeMixture] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def native_shared(self, spec: Experts) -> NativeMixture | None:
+        """See `ExpertWeights.native_shared`."""
+        gating = _gating(spec.shared_activation or spec.activation)
+        packed = _packed_natively([self.shared_gate_up]), _packed_natively([self.shared_down])
+        if gating is None or not all(packed):
+            return None
+        return NativeMixture(None, NativeExperts([], []), Routing(0), gating, shared=NativeExperts(*packed))
 
     def native(self, spec: Experts) -> NativeMixture | None:
         """Made once."""
@@ -252,21 +266,13 @@ def what_native_lacks(spec: Experts) -> str | None:
     """Return why the native library can't compute a mixture; None if it can."""
     if spec.sees:
         return "mixture with experts of images"
-    if spec.latent is not None:
-        return "mixture of experts of latents"
     return _what_kernels_lack(spec)
 
 
 def _what_kernels_lack(spec: Experts) -> str | None:
     """Why the native kernels can't compute a mixture; None if they can."""
-    if spec.routing.logits_factor != 1:
-        return "factor of a router's logits"
-    if spec.routing.groups > 1 and spec.routing.other_score == 0:
-        return "score of experts outside of kept groups"
     if spec.has_sum_bias:
         return "mixture with a bias of its sum"
-    if spec.idle:
-        return "mixture with experts that give their input back"
     if spec.skips:
         return "mixture with an expert that gives nothing"
     shared = spec.shared_activation or spec.activation
@@ -282,8 +288,11 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
-    if not isinstance(router, Panels) or not gate_up or not down or (spec.shared_size and not all(shared)):
+    has_shared = bool(spec.shared_size) and spec.latent is None
+    if not isinstance(router, Panels) or not gate_up or not down or (has_shared and not all(shared)):
         return None
+    eps = None if spec.latent is None else spec.latent.eps
+    out_norm = None if eps is None or experts.out_norm is None else (1 + experts.out_norm, eps)
     return NativeMixture(
         router,
         NativeExperts(gate_up, down, experts.gate_up_bias, experts.down_bias),
@@ -292,9 +301,10 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
         router_bias=experts.router_bias,
         correction=experts.correction,
         factors=experts.factors,
-        shared=NativeExperts(*shared) if spec.shared_size else None,
+        shared=NativeExperts(*shared) if has_shared else None,
         shared_gate=experts.shared_gate,
         shared_gating=None if spec.shared_activation is None else _gating(spec.shared_activation),
+        out_norm=out_norm,
     )
 
 
