@@ -106,6 +106,9 @@ class LayerMixture(NamedTuple):
     targets: Array[Any]
     """What adapters change of it; see `MixtureModules.described`."""
 
+    shared: LayerMixture | None = None
+    """The shared expert beside experts of latents, as a mixture of its own."""
+
 
 class NativeMixer(StrEnum):
     """A recurrent mixer, by its name in the library."""

@@ -80,8 +80,9 @@ class Decoder final : public AnyDecoder {
           embedding_lora_(model, team_.most()),
           head_(model, team_),
           experts_(model, team_),
-          latents_(model, team_),
-          row_ops_(registers_, experts_, latents_),
+          latents_(model, team_, registers_),
+          chooser_(model, team_, registers_),
+          row_ops_(registers_, experts_, latents_, chooser_),
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
@@ -158,6 +159,7 @@ class Decoder final : public AnyDecoder {
         attention_.plan(step, projections_.few() && step.tokens == step.rows);
         experts_.plan(step);
         latents_.plan(step);
+        chooser_.plan(step);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
@@ -217,6 +219,7 @@ class Decoder final : public AnyDecoder {
             case OpKind::kGateUp: return gate_up(step, me, op);
             case OpKind::kAttend: return attention_.run(me, step, arguments_of<AttendOp>(op));
             case OpKind::kLatentAttend: return attend_latents(step, me, arguments_of<LatentAttendOp>(op));
+            case OpKind::kChoose: return chooser_.run(me, step, arguments_of<ChooseOp>(op));
             case OpKind::kMix: return mix(step, me, arguments_of<MixOp>(op));
             case OpKind::kMoe: {
                 const auto& moe = arguments_of<MoeOp>(op);
@@ -228,7 +231,7 @@ class Decoder final : public AnyDecoder {
 
     void attend_latents(const StepDesc& step, Team::Member& me, const LatentAttendOp& op) {
         const Rows<const float> q = registers_.floats(op.q).from(0, op.column);
-        latents_.attend(me, step, op.latent, op.layer, q, registers_.rounded(op.out));
+        latents_.attend(me, step, op, q, registers_.rounded(op.out));
     }
 
     // y = x · wᵀ + bias, with the step's LoRA shapes.
@@ -254,7 +257,7 @@ class Decoder final : public AnyDecoder {
     void gate_up(const StepDesc& step, Team::Member& me, const OpDesc& op) {
         const auto& it = arguments_of<GateUpOp>(op);
         const LoraTask<T> up = task(step, it.gemm);
-        if (fuses(op)) return projections_.run_gated(me, up, it.activation, it.factor, registers_.rounded(it.act));
+        if (fuses(op)) return projections_.run_gated(me, up, it.gating(), it.factor, registers_.rounded(it.act));
         run_gemm(me, up);
         each_part(team_, me, step.tokens, [&](int t, bool) { row_ops_.gate(it, up.y[t], t); });
     }
@@ -366,6 +369,7 @@ class Decoder final : public AnyDecoder {
     OutputHead<T> head_;
     ExpertsPart<T> experts_;
     LatentsPart<T> latents_;
+    Chooser<T> chooser_;
     RowOps<T> row_ops_;
     Merge<T> merge_;
     Offloader<T> offloader_;

@@ -42,10 +42,15 @@ class Lowering:
     def run(self, number: int) -> list[NativeOp]:
         """The ops. number: of the model's products before them."""
         self._number = number
-        for at, op in enumerate(self.ops):
-            if at not in self.done:
-                op.native(self, at)
+        for at in range(len(self.ops)):
+            self.list_op(at)
         return self._found
+
+    def list_op(self, at: int) -> None:
+        """List an op, unless it is listed."""
+        if at not in self.done:
+            self.done.add(at)
+            self.ops[at].native(self, at)
 
     # ---- what is listed
 
@@ -123,17 +128,22 @@ class Lowering:
             self._rounded[held.value] = to
         return to
 
-    def held(self, at: int, read: Read) -> Held:
-        """The buffer that an op reads, in float32."""
-        return Held(self._buffers.reads[at][name_of(read)])
+    def held(self, at: int, read: Read, memory: str = "Float") -> Held:
+        """The buffer that an op reads, in a kind of memory."""
+        return Held(self._buffers.reads[at][name_of(read)], memory)
 
     def held_as(self, value: Value, memory: str = "Float") -> Held:
         """A value in a kind of memory."""
         return Held(value, memory)
 
-    def written(self, at: int) -> Value:
-        """What an op writes first."""
-        return next(iter(self._buffers.writes[at].values()))
+    def temporary(self, name: str, width: int) -> Held:
+        """Memory for what ops of the library hand over to the next ones alone."""
+        return Held(Value(name, width))
+
+    def written(self, at: int, write: str | None = None) -> Value:
+        """What an op writes: what it writes first, if no buffer is named."""
+        found = self._buffers.writes[at]
+        return next(iter(found.values())) if write is None else found[write]
 
     def out(self, value: Value) -> Held:
         """Where an op of rows writes a value: as products read it if they alone do."""
@@ -186,6 +196,6 @@ class Lowering:
         ((module, _, _),) = self._table.columns(self.index, Group.KV_UP)
         return module
 
-    def _width(self, op: Op, own: Mapping[str, Value]) -> int:
+    def _width(self, op: Op, write: str, own: Mapping[str, Value]) -> int:
         """Columns of what an op writes."""
-        return op.columns([columns_of(read, own[name_of(read)])[1] for read in op.reads], self)
+        return op.columns_of(write, [columns_of(read, own[name_of(read)])[1] for read in op.reads], self)

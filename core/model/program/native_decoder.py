@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ....ops.library import native_integers, native_library, native_model
 from ....ops.library.native_program import NativeOp
 from ....ops.lora.merge import merge
 from ....ops.lora.sgmv import AdapterRows, Segments
+from ....ops.moe.native_mixture import NativeMixture
 from ....ops.ranks.ranks import Ranks
 from ....ops.sampling.sampling import RowSamplingParams
 from ...requests.types import CannotMerge
@@ -32,6 +33,7 @@ from ..native_names import native_norm
 from ..paged_states import PagedStates
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
+from ..specs.feed_forward import Experts
 from ..specs.layers import LayerSpec, has_axes
 from ..specs.recurrent import RecurrentSpec
 from ..weights.kept_weights import expert_packs
@@ -68,7 +70,9 @@ def _rows_of_weights(config: ModelConfig) -> list[int]:
     """Widths of rows of the model's matrices."""
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
     inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
-    inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
+    experts = [layer.experts for layer in config.layers if layer.experts is not None]
+    inner += [size for it in experts for size in (it.size, it.shared_size)]
+    inner += [it.latent.size for it in experts if it.latent is not None]
     if (recurrent := config.recurrent) is not None:
         inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
         inner += [] if recurrent.inner is None else [recurrent.inner.rank]
@@ -78,17 +82,20 @@ def _rows_of_weights(config: ModelConfig) -> list[int]:
 def _program(config: ModelConfig) -> NativeProgram:
     """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
     of_share = config.num_ranks > 1
-    found = NativeProgram(config.programs, config.hidden_size, config.projections, has_ranks=of_share)
-    for op in (*(ends := end_programs(config)).before, *ends.behind):
+    ends, projections = end_programs(config), config.projections
+    found = NativeProgram(config.programs, config.hidden_size, projections, has_ranks=of_share, lasting=ends.lasting)
+    for op in (*ends.before, *ends.behind):
         check_native(op)
     return found
 
 
 def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
-    """Rows of the weights that attention has besides its input GEMM."""
+    """Rows of what attention multiplies with besides its input GEMM: weights, and keys of an indexer."""
+    indexer = mixer.indexer or mixer.block_indexer
+    own = () if indexer is None else (indexer.key_dim,)
     if (latent := mixer.latent) is None:
-        return (mixer.out_size,)
-    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
+        return (mixer.out_size, *own)
+    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank, *own
 
 
 class NativeDecoderModel:
@@ -277,9 +284,19 @@ def _native_mixtures(config: ModelConfig, layers: Sequence[LayerWeights]) -> lis
         if spec.experts is None:
             found.append(None)
             continue
-        if (weights := layer[EXPERTS].native(spec.experts)) is None:
-            raise RuntimeError(f"the native library has not packed all matrices of {spec.experts}")
-        found.append(native_model.LayerMixture(weights, own.described()))
+        alone = None
+        if spec.experts.latent is not None and spec.experts.shared_size:
+            own, of_shared = own.split_shared()
+            shared = _packed(layer[EXPERTS].native_shared, spec.experts)
+            alone = native_model.LayerMixture(shared, of_shared.described())
+        weights = _packed(layer[EXPERTS].native, spec.experts)
+        found.append(native_model.LayerMixture(weights, own.described(), alone))
+    return found
+
+
+def _packed(make: Callable[[Experts], NativeMixture | None], spec: Experts) -> NativeMixture:
+    if (found := make(spec)) is None:
+        raise RuntimeError(f"the native library has not packed all matrices of {spec}")
     return found
 
 

@@ -8,16 +8,16 @@ Tests: tests/core/model/program/test_native_ops.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ....memory.pages.projections import Projections
 from ....ops.library.native_program import NativeOp
-from .layer_program import LayerProgram
+from .layer_program import Kept, LayerProgram
 from .lowering import Lowering
 from .native_binding import LayerBinding, filled
 from .native_registers import Registers
-from .op import EMBEDDED
+from .op import Op, name_of
 from .ops.spans import Begin, End
 
 
@@ -31,14 +31,15 @@ class NativeProgram:
         table: Projections,
         *,
         has_ranks: bool = False,
+        lasting: Iterable[Kept] = (),
     ) -> None:
         """hidden: width of the residual stream. table: of the layers' projections. has_ranks: the layers are one TP
-        rank's shares, whose outputs are summed.
+        rank's shares, whose outputs are summed. lasting: buffers that may outlive layers.
 
         Raises NoNativeOp.
         """
-        keeps = any(EMBEDDED in op.reads for layer in layers for op in layer.ops)
-        self._registers, self._ops = Registers(hidden, keeps_embeddings=keeps), []
+        earlier = set[str]().union(*(_of_earlier(layer.ops) for layer in layers))
+        self._registers, self._ops = Registers(hidden, (each for each in lasting if each.name in earlier)), []
         number = 0
         for index, layer in enumerate(layers):
             ops = [op for op in layer.ops if not isinstance(op, Begin | End)]
@@ -55,3 +56,12 @@ class NativeProgram:
     def ops(self, bindings: Sequence[LayerBinding]) -> list[NativeOp]:
         """All layers' ops, with the weights of these bindings."""
         return [filled(op, at) for ops, at in zip(self._ops, bindings, strict=True) for op in ops]
+
+
+def _of_earlier(ops: Iterable[Op]) -> set[str]:
+    """Buffers that a layer reads before it writes them."""
+    found, written = set[str](), set[str]()
+    for op in ops:
+        found |= set(map(name_of, op.reads)) - written
+        written |= set(op.writes)
+    return found

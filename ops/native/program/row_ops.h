@@ -1,6 +1,7 @@
 // Ops that work on each token by itself; see program.h.
 #pragma once
 #include "moe/experts_part.h"
+#include "attention/choose.h"
 #include "attention/latents.h"
 #include "program/registers.h"
 #include "elementwise/ungated.h"
@@ -10,8 +11,8 @@ namespace chorus {
 template <class T>
 class RowOps {
    public:
-    RowOps(Registers<T>& registers, ExpertsPart<T>& experts, LatentsPart<T>& latents)
-        : registers_(registers), experts_(experts), latents_(latents) {}
+    RowOps(Registers<T>& registers, ExpertsPart<T>& experts, LatentsPart<T>& latents, Chooser<T>& chooser)
+        : registers_(registers), experts_(experts), latents_(latents), chooser_(chooser) {}
 
     void join(Ranks* ranks) { ranks_ = ranks; }
 
@@ -29,6 +30,8 @@ class RowOps {
             case OpKind::kWiden: return widen(arguments_of<WidenOp>(op), token);
             case OpKind::kResize: return resize(arguments_of<ResizeOp>(op), token);
             case OpKind::kSubtract: return subtract(arguments_of<SubtractOp>(op), token);
+            case OpKind::kRotate: return rotate(step, arguments_of<RotateOp>(op), token);
+            case OpKind::kKeepIndex: return keep_index(step, arguments_of<KeepIndexOp>(op), token);
             case OpKind::kActivate: return activate(arguments_of<ActivateOp>(op), token);
             case OpKind::kReduce: return reduce(arguments_of<ReduceOp>(op), token);
             case OpKind::kRoute: return experts_.take(token, registers_.rounded(arguments_of<RouteOp>(op).x)[token]);
@@ -41,7 +44,7 @@ class RowOps {
     void gate(const GateUpOp& op, float* y, int token) {
         auto* act = registers_.rounded(op.act)[token];
         if (op.factor != 1) scale_by(y, op.size, op.factor);
-        activate(op.activation, op.xielu, y, op.size, act);
+        activate(op.gating(), op.xielu, y, op.size, act);
     }
 
    private:
@@ -56,7 +59,10 @@ class RowOps {
 
     void norm(const NormOp& op, int token) {
         const float* x = row(op.x, token) + op.column;
-        write(op.out, token, [&](auto* to) { run_norm(op.norm, x, op.weight, op.width, op.eps, to); });
+        write(op.out, token, [&](auto* to) {
+            for (int g = 0; g < std::max(1, op.groups); g++)
+                run_norm(op.norm, x + g * op.width, op.weight, op.width, op.eps, to + g * op.width);
+        });
     }
 
     void keep(const StepDesc& step, const KeepOp& op, int token) {
@@ -114,16 +120,32 @@ class RowOps {
         }
     }
 
+    void rotate(const StepDesc& step, const RotateOp& op, int token) {
+        const int64_t at = step.positions[token] * op.rotary_dim;
+        const Rotation rotation{op.cos + at, op.sin + at, op.rotary_dim, op.interleaved != 0};
+        const float* x = row(op.x, token) + op.column;
+        write(op.out, token, [&](auto* to) {
+            for (int h = 0; h < op.heads; h++, x += op.width, to += op.width) {
+                convert(x, op.first, to);
+                rotation.run(x + op.first, op.width - op.first, to + op.first);
+            }
+        });
+    }
+
+    void keep_index(const StepDesc& step, const KeepIndexOp& op, int token) {
+        chooser_.keep(step, op.keys, token, row(op.x, token) + op.column);
+    }
+
     void activate(const ActivateOp& op, int token) {
         const float* x = row(op.x, token);
-        write(op.out, token, [&](auto* to) { activate(op.activation, op.xielu, x, op.size, to); });
+        write(op.out, token, [&](auto* to) { activate(op.gating(), op.xielu, x, op.size, to); });
     }
 
     // x: gate and up of `size` elements each, or what an activation without a gate reads
     template <class To>
-    static void activate(Activation activation, const float* xielu, const float* x, int size, To* to) {
-        if (is_gated(activation)) chorus::activate(activation, x, x + size, size, to);
-        else activate_alone(activation, xielu, x, size, to);
+    static void activate(const Gating& it, const float* xielu, const float* x, int size, To* to) {
+        if (is_gated(it.activation)) chorus::activate(it, x, x + size, size, to);
+        else activate_alone(it.activation, xielu, x, size, to);
     }
 
     void reduce(const ReduceOp& op, int token) {
@@ -137,6 +159,7 @@ class RowOps {
     Registers<T>& registers_;
     ExpertsPart<T>& experts_;
     LatentsPart<T>& latents_;
+    Chooser<T>& chooser_;
     Ranks* ranks_ = nullptr;
 };
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...specs.attention import AttentionSpec, DifferenceSpec, HeadNorm
 from ...specs.norms import NormSpec
@@ -98,18 +98,26 @@ class Heads(Op):
         """See `Op.native`."""
         from ..native_attention import OUTPUT_GATES, attend_arguments
 
-        attend, mixer = to.ops[at + 1], self.attention
+        mixer, own_at = self.attention, next((i for i in range(at, len(to.ops)) if isinstance(to.ops[i], Attend)), at)
+        attend = to.ops[own_at]
         if not isinstance(attend, Attend) or attend.q != self.q:
             raise NoNativeOp("queries that something else than attention reads")
         if mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL:
             raise NoNativeOp("norm of all heads of keys that are values")
-        gate = next((i for i in range(at + 2, len(to.ops)) if isinstance(to.ops[i], GateOutput)), None)
-        last = at + 1 if gate is None or self.gates is None else gate
+        for between in range(at + 1, own_at):  # what chooses the blocks that are attended to
+            to.list_op(between)
+        gate = next((i for i in range(own_at + 1, len(to.ops)) if isinstance(to.ops[i], GateOutput)), None)
+        last = own_at if gate is None or self.gates is None else gate
         q, x = to.held_as(to.written(at), "Rounded"), to.read(at, self.x)[0]
-        own = {"output_gate": OUTPUT_GATES[mixer.output_gate], "softplus_gates": int(mixer.softplus_gates)}
+        own: dict[str, Any] = {
+            "output_gate": OUTPUT_GATES[mixer.output_gate],
+            "softplus_gates": int(mixer.softplus_gates),
+        }
+        if attend.chosen is not None:
+            own["chosen"] = to.held(own_at, attend.chosen, "Indices")
         out = to.rounded(to.written(last))
         to.emit("Attend", x=x, q=q, out=out, **own, **attend_arguments(mixer, self.norm))
-        to.done |= {at + 1, last}
+        to.done |= {own_at, last}
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""

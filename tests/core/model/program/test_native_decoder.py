@@ -82,6 +82,8 @@ class Config:
             "streams": self.layers[0].streams,
             "split": around[0],
             "join": around[1],
+            "top_k": None,
+            "experts": next((layer.experts for layer in self.layers if layer.experts), None),
             "has_last_norm": True,
             "scales_embeddings": False,
             "head_bias": kind.head_biased,
