@@ -14,7 +14,7 @@ from chorus.core.model.batch import StepBatch
 from chorus.core.model.compose.build import Build
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
-from chorus.core.model.families.gemma_3n.layer import Gemma3nLayer
+from chorus.core.model.families.gemma_3n.layer import AltUpSpec, Gemma3nLayer
 from chorus.core.model.families.gemma_4.layer import Gemma4Layer
 from chorus.core.model.families.muse.layer import MuseLayer
 from chorus.core.model.program.native_binding import Tables, score_scale
@@ -29,7 +29,7 @@ from chorus.core.model.specs.feed_forward import (
     UngatedActivation,
     UngatedSpec,
 )
-from chorus.core.model.specs.layers import LayerSpec, StreamsSpec
+from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import NormKind, Norms
 from chorus.core.model.specs.positions import PositionTable
 from chorus.core.model.specs.rope_config import RopeConfig
@@ -167,7 +167,7 @@ class TestRefusals:
     def test_sparse_gates_and_several_streams_are_refused(self):
         sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
         assert refusal(LAYER, sparse).startswith("it has no sparse gate")
-        several = Gemma3nLayer(LAYER.mixer, LAYER.feed_forward, Norms.AROUND, altup=StreamsSpec(4, 0, 8), input_size=8)
+        several = Gemma3nLayer(LAYER.mixer, LAYER.feed_forward, Norms.AROUND, altup=AltUpSpec(4, 0, 8), input_size=8)
         assert refusal(several).startswith("it has no residual of several streams")
 
 

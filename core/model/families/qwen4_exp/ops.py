@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...program.layer_program import Kept
+from ...program.op import STREAMS, Op, Read
 from ...specs.ngrams import NgramSpec
 from ...specs.norms import NormSpec
-from ..layer_program import Kept
-from ..op import STREAMS, Op, Read
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..torch_step import OpContext, Run, Step
+    from ...program.torch_step import OpContext, Run, Step
 
 
 #: The least of a number whose root is taken.

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...program.layer_program import Kept
+from ...program.op import STREAM, STREAMS, Op
 from ...specs.norms import NormSpec
-from ..layer_program import Kept
-from ..op import STREAM, STREAMS, Op
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..torch_step import OpContext, Run, Step
+    from ...program.torch_step import OpContext, Run, Step
 
 
 #: The least mean square that a stream is scaled by.
@@ -163,7 +163,7 @@ class SplitStreams(Op):
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
-        from ..torch_gemm import backend_for, multiply
+        from ...program.torch_gemm import backend_for, multiply
 
         index, count = at.index, len(self.weights) + 1
 
@@ -200,7 +200,7 @@ class JoinStreams(Op):
         """See `Op.torch`."""
         import torch
 
-        from ..torch_gemm import backend_for, multiply
+        from ...program.torch_gemm import backend_for, multiply
 
         index = at.index
 
