@@ -50,10 +50,10 @@ def end_weights(
     if config.layer_inputs is not None:
         rows, found["inputs"], norm = weights.layer_inputs(kept)
         found |= {"input_table": rows.to(device), "inputs_norm": moved_norm(norm, config.norm, device, dtype)}
-    return found | _of_streams(config, weights, kept, device)
+    return found | stream_weights(config, weights, kept, device)
 
 
-def _of_streams(config: ModelConfig, weights: Weights, kept: Pack | None, device: torch.device) -> dict[str, Any]:
+def stream_weights(config: ModelConfig, weights: Weights, kept: Pack | None, device: torch.device) -> LayerWeights:
     """What makes several streams of the residual stream, and joins them."""
     if isinstance(config.streams, HyperConnectionSpec) and config.streams.joined:
         return {slot: each.to(device) for slot, each in zip(JOINED, weights.hyper_head(), strict=True)}
