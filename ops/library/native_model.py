@@ -145,6 +145,9 @@ class NativeShape:
     by_channel: bool = False
     """Of Gated DeltaNet: each channel of a key has a decay, and gates are sigmoids."""
 
+    bound: float = 0.0
+    """Of such decays: the least logarithm; 0: there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class NativeStates:

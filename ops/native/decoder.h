@@ -78,6 +78,8 @@ class Decoder final : public AnyDecoder {
           projections_(model, team_),
           attention_(model, team_, registers_),
           embedding_lora_(model, team_.most()),
+          product_lora_(model, team_.most()),
+          fixed_(team_.most()),
           head_(model, team_),
           experts_(model, team_),
           latents_(model, team_, registers_),
@@ -219,6 +221,7 @@ class Decoder final : public AnyDecoder {
             case OpKind::kGateUp: return gate_up(step, me, op);
             case OpKind::kAttend: return attention_.run(me, step, arguments_of<AttendOp>(op));
             case OpKind::kLatentAttend: return attend_latents(step, me, arguments_of<LatentAttendOp>(op));
+            case OpKind::kMultiply: return multiply(step, me, arguments_of<MultiplyOp>(op));
             case OpKind::kChoose: return chooser_.run(me, step, arguments_of<ChooseOp>(op));
             case OpKind::kMix: return mix(step, me, arguments_of<MixOp>(op));
             case OpKind::kMoe: {
@@ -227,6 +230,17 @@ class Decoder final : public AnyDecoder {
             }
             default: return;
         }
+    }
+
+    // The product of a matrix of the model's own.
+    void multiply(const StepDesc& step, Team::Member& me, const MultiplyOp& op) {
+        const Rows<X> x = registers_.rounded(op.x);
+        const Rows<float> y = registers_.floats(op.out);
+        const Weights<T> w{op.w, nullptr, op.outputs, op.inputs, op.integers};
+        const Gemm<T> gemm{x, step.tokens, w, y, fixed_[me.thread].begin()};
+        each_part(team_, me, gemm.units(), [&](int i, bool more) { gemm.run(i, more); });
+        if (op.module >= 0 && step.model_segments.count)
+            product_lora_.add(team_, me, step.model_segments, step.tokens, op.module, x, op.inputs, y, op.outputs);
     }
 
     void attend_latents(const StepDesc& step, Team::Member& me, const LatentAttendOp& op) {
@@ -366,6 +380,8 @@ class Decoder final : public AnyDecoder {
     Projections<T> projections_;
     Attention<T> attention_;
     EmbeddingLora<T> embedding_lora_;
+    ProductLora<T> product_lora_;
+    std::vector<FixedScratch<T>> fixed_;  // of threads
     OutputHead<T> head_;
     ExpertsPart<T> experts_;
     LatentsPart<T> latents_;

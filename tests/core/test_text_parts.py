@@ -102,7 +102,7 @@ OPERATORS = [
     (name, kernels)
     for name in MODELS
     for kernels in ("torch", "native")
-    if kernels == "torch" or not name.startswith(("Gemma4", "Step3p7", "MuseSpark"))  # see `why_unsupported`
+    if kernels == "torch" or not name.startswith("Gemma4")  # see `why_unsupported`
 ]
 
 

@@ -124,7 +124,7 @@ _DEFAULTS = {
     "eos_token_id": 120025,
 }
 _NOTE = (
-    f"{reading.INDEXER_NOTE}; {reading.ON_OPERATORS}; draft layers after the last are left out; the output head and "
+    f"{reading.INDEXER_NOTE}; draft layers after the last are left out; the output head and "
     "the indexer's factors are computed in the model's dtype, which transformers computes in float32"
 )
 

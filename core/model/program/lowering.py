@@ -15,6 +15,9 @@ from .native_buffers import Buffers, columns_of
 from .native_registers import Held, Registers, Value
 from .op import NoNativeOp, Op, Read, name_of
 
+#: The number of no layer: ops are of the model's ends.
+OF_ENDS = -1
+
 
 class Lowering:
     """Lists a layer's ops for the library: each lists itself, and says which others are done with it."""
@@ -22,7 +25,7 @@ class Lowering:
     def __init__(
         self, index: int, ops: Sequence[Op], registers: Registers, table: Projections, has_ranks: bool
     ) -> None:
-        self.index, self._table, self._has_ranks = index, table, has_ranks
+        self.index, self._table, self.has_ranks = index, table, has_ranks
         self.ops = ops
         """Those of the layer."""
         self.done: set[int] = set()
@@ -37,7 +40,7 @@ class Lowering:
         self._rounded: dict[Value, Held] = {}
         self._routed: Value | None = None
         self._number = 0
-        self._has_arrived = index == 0  # every step waits for the first layer before its embeddings
+        self._has_arrived = index <= 0  # every step waits for the first layer before its embeddings
 
     def run(self, number: int) -> list[NativeOp]:
         """The ops. number: of the model's products before them."""
@@ -59,8 +62,8 @@ class Lowering:
         self._found.append(NativeOp(kind, arguments))
 
     def emit_behind(self, held: Held, kind: str, **arguments: Any) -> None:
-        """List an op right behind the one that has made a value."""
-        made = next(i for i, each in enumerate(self._found) if each.arguments.get("out") == held)
+        """List an op right behind the last one that has made a part of a value."""
+        made = max(i for i, each in enumerate(self._found) if each.arguments.get("out") == held)
         self._found.insert(made + 1, NativeOp(kind, arguments))
 
     def give(self, at: int, emit: Callable[[Held, bool], None], *, adds: bool = False) -> None:
@@ -77,7 +80,7 @@ class Lowering:
         if added:
             self.done.add(last + 1)
         out = self.stream if added else Held(value)
-        if not reduced or not self._has_ranks:
+        if not reduced or not self.has_ranks:
             emit(out, added)
             return
         emit(Held(Value(value.name, value.width), "Shared"), False)

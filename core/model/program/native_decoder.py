@@ -36,15 +36,16 @@ from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts
 from ..specs.layers import LayerSpec, has_axes
 from ..specs.recurrent import RecurrentSpec
+from ..weights.end_weights import around_weights
 from ..weights.kept_weights import expert_packs
 from ..weights.layer_weights import LayerWeights
 from ..weights.shadow import INPUTS_ARE_ROUNDED
-from ..weights.slots import EXPERTS, MERGED_MATRICES
+from ..weights.slots import EXPERTS, MATRICES, MERGED_MATRICES
 from ..weights.weight_plan import PACKED
 from ..weights.weights import Weights
 from .ends import cap_of, end_programs
 from .native_attention import latent_shape
-from .native_binding import Tables, layer_bindings
+from .native_binding import LayerBinding, Tables, layer_bindings
 from .native_buffers import check_native
 from .native_program import NativeProgram
 from .op import NoNativeOp
@@ -69,7 +70,9 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _rows_of_weights(config: ModelConfig) -> list[int]:
     """Widths of rows of the model's matrices."""
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
-    inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
+    gemms = (shape.inputs for shape in config.projections.gemm_shapes)
+    own = (size for it in config.attention_shapes for size in _inputs_of(it))
+    inner = sorted({config.hidden_size, *parts, *own, *gemms})
     experts = [layer.experts for layer in config.layers if layer.experts is not None]
     inner += [size for it in experts for size in (it.size, it.shared_size)]
     inner += [it.latent.size for it in experts if it.latent is not None]
@@ -82,10 +85,22 @@ def _rows_of_weights(config: ModelConfig) -> list[int]:
 def _program(config: ModelConfig) -> NativeProgram:
     """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
     of_share = config.num_ranks > 1
-    ends, projections = end_programs(config), config.projections
-    found = NativeProgram(config.programs, config.hidden_size, projections, has_ranks=of_share, lasting=ends.lasting)
-    for op in (*ends.before, *ends.behind):
+    ends = end_programs(config)
+    for op in ends.embed:
         check_native(op)
+    if ends.inputs:
+        raise NoNativeOp("further input of layers")
+    found = NativeProgram(
+        config.programs,
+        config.hidden_size,
+        config.projections,
+        has_ranks=of_share,
+        lasting=ends.lasting,
+        before=ends.split,
+        behind=ends.join,
+    )
+    if not config.has_last_norm:
+        raise NoNativeOp("final states without a norm")
     return found
 
 
@@ -126,8 +141,10 @@ class NativeDecoderModel:
                 layer[EXPERTS] = keep(experts)
         self._mixtures = _native_mixtures(config, self.layers)
         spare = image_tokens if has_axes(config.layers) else 0
-        self._tables, self._kv_scales = Tables.of(config.layers, max_model_len, spare), kv_scales
+        self._tables = Tables.of(config.layers, max_model_len, spare, weights.rope_factors())
+        self._kv_scales = kv_scales
         self._program, self._layout = _program(config), arena.layout
+        self._ends = native_layer(around_weights(config, weights, packed.add, arena.pages.device))
         self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]
         head = weights.quantised_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
@@ -270,7 +287,7 @@ class NativeDecoderModel:
         bindings = layer_bindings(
             self.config.layers, layers, self._tables, self._layout, self._kv_scales, self._mixtures, self._planes
         )
-        return self._program.ops(bindings)
+        return self._program.ops(bindings, LayerBinding(self._ends, self._tables))
 
     def close(self) -> None:
         self._decoder.close()
@@ -340,18 +357,18 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-_PACKED = frozenset({*MERGED_MATRICES.values(), "input_gate", "input_projection", "low_rank_down", "low_rank_up"})
+_PACKED = frozenset(MATRICES.values())
 """Matrices that are packed."""
 
 
-def native_layer(layer: LayerWeights, spec: LayerSpec) -> LayerWeights:
-    """The layer in the library's form: packed matrices as they are, keys and values of latents packed by head,
-    everything else in float32.
+def native_layer(layer: LayerWeights, spec: LayerSpec | None = None) -> LayerWeights:
+    """A layer, or the model's ends, in the library's form: packed matrices as they are, keys and values of latents
+    packed by head, everything else in float32.
     """
     for name, part in layer.items():
         if isinstance(part, torch.Tensor) and name not in _PACKED:
             layer[name] = part.float()
-    mixer = spec.attention
+    mixer = None if spec is None else spec.attention
     if "kv_up" in layer and mixer is not None and mixer.latent is not None:
         layer["kv_up"] = latent_shape(mixer, mixer.latent).pack(layer["kv_up"])
     return layer

@@ -30,6 +30,7 @@ struct DeltaShape {
     int32_t gates_norm;  // of Mamba 2: 1: the gate multiplies what was normalised, not what will be
     int32_t group_ranks;  // of Mamba 2: TP ranks that share each group's heads
     int32_t by_channel;  // 1: each channel of a key has a decay, and gates are sigmoids (Kimi Delta Attention)
+    float bound;  // the least logarithm of such a decay, which is that much times a sigmoid; 0: there is none
 
     int k_size() const { return k_heads * k_dim; }
     int v_size() const { return v_heads * v_dim; }
@@ -326,7 +327,8 @@ class GatedDelta {
             for (int c = 0; c < k_dim; c += kLanes) {
                 const Head here = head_of(k_dim - c);
                 const Floats x = load16(from + c, here) + load16(w.dt_bias + first + c, here);
-                const Floats decay = exp16(floats(-rate) * softplus16(x));
+                const Floats decay = exp16(s_.bound == 0 ? floats(-rate) * softplus16(x)
+                                                         : floats(s_.bound) * sigmoid16(floats(rate) * x));
                 store16(decays + c, decay, here);
                 store16(decayed + c, decay * load16(key + c, here), here);
             }

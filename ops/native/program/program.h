@@ -34,6 +34,7 @@ enum class OpKind : int32_t {
     kMix,  // MixOp
     kMoe,  // MoeOp
     kChoose,  // ChooseOp
+    kMultiply,  // MultiplyOp
     kNorm,  // NormOp
     kKeep,  // KeepOp
     kCopy,  // CopyOp
@@ -51,6 +52,14 @@ enum class OpKind : int32_t {
     kSubtract,  // SubtractOp
     kRotate,  // RotateOp
     kKeepIndex,  // KeepIndexOp
+    kGate,  // GateOp
+    kGrow,  // GrowOp
+    kProduct,  // ProductOp
+    kStreams,  // StreamsOp
+    kConnect,  // ConnectOp
+    kSparseGates,  // SparseGatesOp
+    kLookUp,  // LookUpOp
+    kMatch,  // MatchOp
 };
 
 inline bool is_of_rows(OpKind kind) { return kind >= OpKind::kNorm; }
@@ -186,6 +195,77 @@ struct KeepIndexOp {
     IndexKeys keys;
 };
 
+// out = x · sigmoid(gates), or x · log(1 + e^gates)
+struct GateOp {
+    int32_t x, gates, width, out, softplus;
+};
+
+// Heads of `width` elements in out = those in columns of x, each times scale · log(position + 1) + bias.
+struct GrowOp {
+    int32_t x, column, heads, width, out;
+    const float* weight;  // [2, heads]: scales, then biases
+};
+
+// Columns of out = columns of x · wᵀ, of few outputs, in float32.
+struct ProductOp {
+    int32_t x, column, width, out, out_column, outputs;
+    int32_t tanh;  // 1: out is the hyperbolic tangent of that
+    const float* w;  // [outputs, width]
+};
+
+// How streams are mixed: none of them is, each by itself, or by numbers of the token, [outs, count] or the other way about.
+enum class Mixed : int32_t { kByNumbers, kByTransposed, kKept, kAddedTo };
+
+// out_i = Σ_j c_ij · s_j + d_i · y, of streams of `width` elements side by side.
+//
+//   kByNumbers     c_ij = mix[i, j]
+//   kByTransposed  c_ij = mix[j, i]
+//   kKept          c_ij = 1 for i = j, else 0
+//   kAddedTo       the sum of the two: kByNumbers and kKept
+struct StreamsOp {
+    int32_t s, count, width, out, outs;
+    Mixed mixed;
+    int32_t mix;  // register of numbers; 0: all of them are 1 / count
+    int32_t y, give;  // register of y, and of numbers d; 0: there is no y
+    float given;  // added to d
+};
+
+// out = x · wᵀ by a matrix of the model's own, with what adapters of the model add.
+struct MultiplyOp {
+    int32_t x, out, inputs, outputs;
+    int32_t module;  // of adapters; -1: they have none
+    const void* w;  // packed panels
+    Integers integers;  // how weights are whole numbers
+};
+
+// out = factor · a row of a table: each token's own, or the first one's of tokens from `rows` on.
+struct LookUpOp {
+    int32_t out, width;
+    float factor;
+    int64_t rows;
+    const void* table;  // [rows, width], as it is
+};
+
+// Columns of out = x, as large as y: both have the same root mean square, but for an x whose mean square is below `least`.
+struct MatchOp {
+    int32_t x, y, width, out, out_column;
+    float least;
+};
+
+// The numbers of hyper-connections, of the products m of a token's streams: see HyperConnectionSpec.
+struct ConnectOp {
+    int32_t m, count, take, give, mix;  // registers; give, mix: 0: there are none
+    int32_t rounds;  // of Sinkhorn-Knopp
+    float floor, magnitude, given_floor;
+    const float *base, *scale;  // [rows], and of each kind of numbers
+};
+
+// The gates of x's first half less a cutoff, the mean and `deviations` of them, or 0; the second half as it is.
+struct SparseGatesOp {
+    int32_t x, size, out;
+    float deviations;
+};
+
 // Heads of `width` elements in out = those in columns of x, with `rotary_dim` elements from `first` on rotated.
 struct RotateOp {
     int32_t x, column, heads, width, out, first, rotary_dim, interleaved;
@@ -230,6 +310,8 @@ struct NormOp {
 // Columns of out = columns of x.
 struct CopyOp {
     int32_t x, column, width, out, out_column;
+    int32_t groups, step;  // so many groups of columns lie side by side in out, and `step` columns apart in x; 0: one
+    int32_t spread;  // 1: all columns of a group of out are the first one of x's
 };
 
 // Columns of out = factor · columns of x.
@@ -239,10 +321,11 @@ struct ScaleOp {
     const float* weights;  // [width], in place of a factor; null: there are none
 };
 
-// x += factor · y
+// Columns of x += factor · y
 struct AddOp {
     int32_t x, y, width;
     float factor;
+    int32_t column;  // the first of x's
 };
 
 // x += a part of an image's row, of tokens that stand for one.

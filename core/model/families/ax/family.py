@@ -139,7 +139,7 @@ AX_K2 = Family(
         "norm_topk_prob": True,
     },
     _NAMES_K2,
-    notes=f"{reading.INDEXER_NOTE}; {reading.ON_OPERATORS}",
+    notes=reading.INDEXER_NOTE,
     nulls=("n_group", "topk_group"),
     shape=text_shape(163840, 2048, 5120, 48, 32),
 )

@@ -184,7 +184,7 @@ DOTS_3_NOTE = Family(
         "norm_topk_prob": True,
     },
     TENSORS,
-    notes=f"{reading.INDEXER_NOTE}; {reading.ON_OPERATORS}; draft layers after the last are left out",
+    notes=f"{reading.INDEXER_NOTE}; draft layers after the last are left out",
     nulls=("num_key_value_heads",),
     shape=text_shape(152064, 5120, 13824, 46, 128),
 )

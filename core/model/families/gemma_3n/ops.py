@@ -156,6 +156,7 @@ class SplitStreams(Op):
     READS = ("x",)
     WRITES = ("streams",)
     SLOTS = ("weights",)
+    LACKS = "residual of several streams"
 
     weights: tuple[str, ...]
     x: str = STREAM

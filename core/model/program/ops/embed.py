@@ -12,6 +12,7 @@ from ..layer_program import Kept
 from ..op import EMBEDDED, STREAM, Op
 
 if TYPE_CHECKING:
+    from ..lowering import Lowering
     from ..torch_step import OpContext, Run, Step
 
 
@@ -158,6 +159,9 @@ class KeepEmbeddings(Op):
             step.names[self.out] = x.clone() if memory is None else memory.copy_(x)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`. The first layer's ops begin with it."""
 
     def detail(self) -> str:
         """See `Op.detail`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...specs.attention import AttentionSpec
 from ...specs.indexer import BlockIndexerSpec, IndexerSpec
@@ -85,8 +85,6 @@ class Index(Op):
 
         spec = self.indexer
         to.need("OpKind.kChoose", "indexer of sparse attention")
-        if spec.pool:
-            raise NoNativeOp("indexer of pools of tokens")
         key, column, width = to.read(at, self.key)
         normed = to.temporary("key", width)
         to.emit(
@@ -99,10 +97,14 @@ class Index(Op):
             eps=spec.eps,
             weight=weight_of(self.norm),
         )
-        turned = to.temporary("turned", width)
+        kept = to.temporary("kept", spec.kept_dim)
         first = spec.key_dim - spec.rope.dim if spec.rotates_last and spec.rope is not None else 0
-        _turn(to, (normed, 0), turned, (1, width), spec.rope, first)
-        to.emit("KeepIndex", x=turned, column=0, keys=index_keys(self.attention))
+        _turn(to, (normed, 0), kept, (1, width), spec.rope, first)
+        if self.rows is not None and self.gates is not None:
+            rows, column, of_rows = to.read(at, self.rows)
+            own = {"x": rows, "column": column, "width": of_rows, "outputs": width, "out_column": width}
+            to.emit("Product", **own, out=kept, w=weight_of(self.gates))
+        to.emit("KeepIndex", x=kept, column=0, keys=index_keys(self.attention))
         q, column, _ = to.read(at, self.x)
         out = to.held_as(to.written(at, self.q), "Rounded")
         _turn(to, (q, column), out, (spec.heads, spec.key_dim), spec.rope, first)
@@ -169,12 +171,15 @@ class Choose(Op):
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
         from ..native_attention import index_keys
+        from ..native_binding import weight_of
 
         spec = self.attention.indexer
         assert spec is not None, "the layer has an indexer"
         q, weights = to.held(at, self.q, "Rounded"), to.held(at, self.weights)
-        own = {"heads": spec.heads, "top_k": self.attention.top_k, "scale": spec.key_dim**-0.5}
+        own: dict[str, Any] = {"heads": spec.heads, "top_k": self.attention.top_k, "scale": spec.key_dim**-0.5}
         out = to.held_as(to.written(at), "Indices")
+        if self.biases is not None:
+            own |= {"pool": spec.pool, "biases": weight_of(self.biases)}
         keys = index_keys(self.attention)
         to.emit("Choose", q=q, weights=weights, out=out, **own, factor=spec.heads**-0.5, keys=keys)
 

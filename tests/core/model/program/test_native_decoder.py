@@ -164,9 +164,7 @@ class TestRefusals:
         assert both.startswith("it has no norm of all heads of keys that are values")
         assert refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.EACH)) is None
 
-    def test_sparse_gates_and_several_streams_are_refused(self):
-        sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
-        assert refusal(LAYER, sparse).startswith("it has no sparse gate")
+    def test_several_streams_of_matrices_are_refused(self):
         several = Gemma3nLayer(LAYER.mixer, LAYER.feed_forward, Norms.AROUND, altup=AltUpSpec(4, 0, 8), input_size=8)
         assert refusal(several).startswith("it has no residual of several streams")
 
@@ -219,6 +217,9 @@ class GivenWeights:
 
     def position_table(self) -> torch.Tensor | None:
         return self._model.position_table
+
+    def rope_factors(self) -> torch.Tensor | None:
+        return None
 
     def layers(self, pack: Callable[[torch.Tensor], torch.Tensor], pack_expert: object) -> Iterator[LayerWeights]:
         for layer in self._model.weights:
