@@ -212,6 +212,9 @@ class GivenWeights:
     def lm_head_bias(self) -> torch.Tensor | None:
         return self._model.head_bias
 
+    def ends(self, pack=None) -> dict[str, torch.Tensor]:
+        return {}
+
     def embedding_norm(self) -> torch.Tensor | None:
         return self._model.embedding_norm
 
