@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help all-cases slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
+.PHONY: help all-cases references slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain families oldest
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -64,6 +64,11 @@ test: ## the test suite
 
 all-cases: ## the test suite with all cases of the tests marked `wide`
 	CHORUS_TEST_SHARE=1 pytest -q
+
+references: ## ask transformers + peft everything again, and write tests/reference_answers; nightly, CHORUS_REFERENCES=all compares
+	rm -rf build/tests
+	CHORUS_REFERENCES=all CHORUS_TEST_SHARE=1 pytest -q
+	python -m tests.references --whole
 
 slow: ## the slow tests and studies, which pytest and .ci/run leave out, and the quick ones of GPU kernels: half an hour
 	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"

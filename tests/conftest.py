@@ -9,11 +9,10 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
@@ -30,6 +29,7 @@ from _pytest.mark.expression import Expression
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
+from . import references
 from .greedy import MIN_MARGIN, after_drafts, switched
 from .interpreted import InterpretedFile, is_interpreting
 from .kept import KeptAnswers, kept_files, locked
@@ -82,9 +82,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure() -> None:
-    """Check the environment before a minute of collecting tests. All processes draw the same cases of `wide` tests."""
+    """Check the environment before a minute of collecting tests. All processes draw the same cases of `wide` tests,
+    and the same models for `references`.
+    """
     chosen_share()
     os.environ[SEED] = chosen_seed()
+    os.environ.setdefault(references.AGAIN, references.commit())
 
 
 def pytest_report_header() -> str:
@@ -98,17 +101,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _told_share() -> str:
-    return f"wide tests: one case in {chosen_share()}, drawn by {SEED}={os.environ[SEED]}, which repeats it"
+    return (
+        f"wide tests: one case in {chosen_share()}, drawn by {SEED}={os.environ[SEED]}, which repeats it; "
+        f"reference answers made again: {references.AGAIN}={os.environ[references.AGAIN]}"
+    )
 
 
 def chosen_seed() -> str:
     """The seed of the environment, or the commit that is checked out, or 0 where there is no repository."""
-    if seed := os.environ.get(SEED):
-        return seed
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-    with suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "0"
-    return "0"
+    return os.environ.get(SEED) or references.commit()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
