@@ -58,6 +58,11 @@ def _done(path: Path) -> Path:
     return path.with_name(f"{path.name}.done")
 
 
+def name_of(path: Path) -> str:
+    """The name of a directory of `kept_files`."""
+    return path.name.rpartition(".")[0]
+
+
 class KeptAnswers:
     """Answers by question, both as JSON has them: lists, strings and numbers. Those that the repository does not have
     are files of their own.
@@ -69,7 +74,7 @@ class KeptAnswers:
         self._known: dict[str, Any] = {}
         self._references = None
         if path is not None and path.parent == kept_root():
-            self._references = References(path.name.rpartition(".")[0], _done(path).read_text())
+            self._references = References(name_of(path), _done(path).read_text())
 
     def get(self, question: Any, answer: Callable[[], Any]) -> Any:
         """The answer that is known, or that of `answer`, which is kept."""
@@ -104,10 +109,8 @@ def made_answers() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the name, the hash of the contents, and the answers by hashes of questions, of each directory. Of some with
     one name that is the last used.
     """
-    newest = {
-        done.name.removesuffix(".done").rpartition(".")[0]: done.with_name(done.name.removesuffix(".done"))
-        for done in sorted(kept_root().glob("*.done"), key=lambda done: done.with_suffix("").stat().st_mtime)
-    }
+    made = (path.with_suffix("") for path in kept_root().glob("*.done"))
+    newest = {name_of(path): path for path in sorted(made, key=lambda path: path.stat().st_mtime)}
     for name, path in sorted(newest.items()):
         files = [each for each in (path / "answers").glob("*") if not each.suffix]
         yield name, _done(path).read_text(), {each.name[:KEY]: json.loads(each.read_text()) for each in files}

@@ -122,9 +122,11 @@ def source() -> str:
 
 
 def contents_of(path: Path) -> str:
-    """A hash of all files below a directory, wherever it is and whichever versions of libraries wrote them."""
+    """A hash of all files below a directory, wherever it is and whichever versions of libraries wrote them, but for
+    model cards.
+    """
     found = hashlib.sha256()
-    for file in sorted(each for each in path.rglob("*") if each.is_file()):
+    for file in sorted(each for each in path.rglob("*") if each.is_file() and each.name != "README.md"):
         found.update(f"{file.relative_to(path)}\n".encode())
         found.update(_canonical(file))
     return found.hexdigest()[:32]
@@ -132,7 +134,7 @@ def contents_of(path: Path) -> str:
 
 def _canonical(file: Path) -> bytes:
     if file.suffix != ".json":
-        return file.read_bytes() if file.name != "README.md" else b""
+        return file.read_bytes()
     fields = json.loads(file.read_text())
     if file.name == "adapter_config.json":  # PEFT has sets there, whose order differs between processes
         fields = {name: sorted(each) if _is_names(each) else each for name, each in fields.items()}
@@ -171,29 +173,25 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
-def merge(made: Iterator[tuple[str, str, dict[str, Any]]], *, is_whole: bool) -> Sequence[Path]:
-    """Add answers to the files, and return these. is_whole: other answers, and other files, are removed."""
+def merge(made: Iterator[tuple[str, str, dict[str, Any]]]) -> Sequence[Path]:
+    """Add answers to the files, and return these. Other answers about a model stay, if it is the same."""
     written = []
     for name, contents, answers in made:
         known = read(name)
         told = (known.get("contents"), known.get("versions"), known.get("source"))
-        if not is_whole and told == (contents, versions_of(), source()):
+        if told == (contents, versions_of(), source()):
             answers = {**answers, **known["answers"]}
         if answers:
             write(name, contents, answers)
             written.append(path_of(name))
-    for path in FOLDER.glob("*.json"):
-        if is_whole and path not in written:
-            path.unlink()
     return written
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     from .kept import made_answers
 
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("--whole", action="store_true", help="remove what the last test run did not ask")
-    written = merge(made_answers(), is_whole=command.parse_args(argv).whole)
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    written = merge(made_answers())
     size = sum(path.stat().st_size for path in FOLDER.glob("*.json"))
     print(f"{len(written)} files written; {FOLDER.name} has {size / 2**20:.1f} MiB")
     return 0

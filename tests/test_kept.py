@@ -141,7 +141,7 @@ def written(source, monkeypatch):
     monkeypatch.setattr(references, "FOLDER", source / "tests" / "reference_answers")
     monkeypatch.setattr(references, "is_drawn", lambda name: False)
     Model(source).ask()
-    references.merge(kept.made_answers(), is_whole=True)
+    references.merge(kept.made_answers())
     shutil.rmtree(kept_root())
     forget()
     return source
@@ -186,18 +186,17 @@ def test_other_versions_of_the_libraries_ask_all_again(written, monkeypatch):
     assert model.asked == 1
 
 
-def test_answers_are_added_and_those_of_a_whole_run_replace_others(written):
+def test_answers_are_added_to_those_of_the_same_model(written):
     Model(written).ask("another")
     Model(written, "second").ask()
-    references.merge(kept.made_answers(), is_whole=False)
+    references.merge(kept.made_answers())
     assert len(references.read("tiny")["answers"]) == 2
     assert len(references.read("second")["answers"]) == 1
     shutil.rmtree(kept_root())
     forget()
-    Model(written, "second").ask("another")
-    references.merge(kept.made_answers(), is_whole=True)
-    assert not references.read("tiny")
-    assert len(references.read("second")["answers"]) == 1
+    Model(written, text="other weights").ask("a third")
+    references.merge(kept.made_answers())
+    assert len(references.read("tiny")["answers"]) == 1
 
 
 def test_a_tenth_is_drawn_and_all_if_asked_for(monkeypatch):
