@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help served all-cases references same-references slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
+.PHONY: help affected served all-cases references same-references slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain families oldest
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -8,6 +8,7 @@ SHELL := bash
 RESULTS := build/results
 SEEDS := 10000
 JOBS := 2
+BASE := main
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
 # The five that take two thirds of the studies' time, for `make slow`.
 LONG_STUDIES := adapter-locality adapter-scheduling consolidation merged-skew swapping-profiles
@@ -58,6 +59,11 @@ docs: ## write the generated pages, and build the site into build/site
 
 style-report: ## counts of words, sentences, parameters and positional values
 	python -m tests.style_report
+
+affected: ## the tests of the files that differ from BASE (main), as modules' docstrings name them
+	tests="$$(python -m tests.affected --since $(BASE))"; \
+	if [ -z "$$tests" ]; then echo "no test is of what differs from $(BASE)"; else \
+	    CHORUS_TEST_SHARE=6 pytest -q -m "not slow and (sample or not triton)" $$tests; fi
 
 test: ## the test suite, both halves
 	pytest -q
