@@ -13,7 +13,6 @@ import torch
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.layers.decoder import DecoderLayer
-from chorus.core.model.compose.layers.gemma_3n import Gemma3nLayer
 from chorus.core.model.compose.layers.gemma_4 import Gemma4Layer
 from chorus.core.model.compose.layers.muse import MuseLayer
 from chorus.core.model.program.native_binding import Tables, score_scale
@@ -28,7 +27,7 @@ from chorus.core.model.specs.feed_forward import (
     UngatedActivation,
     UngatedSpec,
 )
-from chorus.core.model.specs.layers import LayerSpec, StreamsSpec
+from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import NormKind, Norms
 from chorus.core.model.specs.positions import PositionTable
 from chorus.core.model.specs.rope_config import RopeConfig
@@ -158,10 +157,6 @@ class TestRefusals:
         both = refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.ALL))
         assert both.startswith("it has no norm of all heads of keys that are values")
         assert refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.EACH)) is None
-
-    def test_several_streams_of_matrices_are_refused(self):
-        several = Gemma3nLayer(LAYER.mixer, LAYER.feed_forward, Norms.AROUND, altup=StreamsSpec(4, 0, 8), input_size=8)
-        assert refusal(several).startswith("it has no residual of several streams")
 
 
 class TestTables:
