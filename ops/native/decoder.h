@@ -10,6 +10,7 @@
 #include "attention/attend_op.h"
 #include "sampling/head.h"
 #include "attention/latents.h"
+#include "mixers/headed_scan.h"
 #include "mixers/mamba2.h"
 #include "mixers/rg_lru.h"
 #include "mixers/selective_scan.h"
@@ -91,7 +92,8 @@ class Decoder final : public AnyDecoder {
           short_conv_(model.delta),
           mamba_(model.delta),
           rg_lru_(model.delta),
-          selective_scan_(model.delta) {}
+          selective_scan_(model.delta),
+          headed_scan_(model.delta) {}
 
     void forward(const StepDesc& step) override {
         plan(step);
@@ -283,6 +285,7 @@ class Decoder final : public AnyDecoder {
         if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
         if (m_.delta.mixer == Mixer::kRgLru) rg_lru_.plan(seen);
         if (m_.delta.mixer == Mixer::kMamba1) selective_scan_.plan(team_.size());
+        if (m_.delta.mixer == Mixer::kHeadedScan) headed_scan_.plan(team_.size());
     }
 
     void mix(const StepDesc& step, Team::Member& me, const MixOp& op) {
@@ -295,6 +298,7 @@ class Decoder final : public AnyDecoder {
             case Mixer::kShortConv: return short_conv_.run(team_, me, op.weights, states, x, out);
             case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, op.weights, states, step.tokens, x, out);
             case Mixer::kRgLru: return rg_lru_.run(team_, me, op.weights, states, x, out);
+            case Mixer::kHeadedScan: return headed_scan_.run(team_, me, op.weights, states, x, out);
             case Mixer::kMamba1: return selective_scan_.scan(team_, me, op.weights, states, x, out);
         }
     }
@@ -394,6 +398,7 @@ class Decoder final : public AnyDecoder {
     Mamba2 mamba_;
     RgLru rg_lru_;
     SelectiveScan selective_scan_;
+    HeadedScan headed_scan_;
     Sampling sampling_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<X> normed_;  // rows of the last norm

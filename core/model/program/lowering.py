@@ -32,6 +32,8 @@ class Lowering:
         """Numbers of ops that others have listed."""
         self.stream = registers.stream
         """The residual stream."""
+        self.lasting = {each.value.name: each.value for each in registers.lasting}
+        """What outlives layers, by name."""
         self._buffers = Buffers(self.ops, [each.value for each in registers.lasting], self._width)
         self._found: list[NativeOp] = []
         if index == 0 and registers.embedded is not None:
@@ -183,6 +185,17 @@ class Lowering:
         return op is not None and op.adds == value.name and self.is_alone(value)
 
     # ---- products
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._table.layers)
+
+    def model_product(self, group: Group) -> tuple[int, int, int]:
+        """The module of a product of the model's own, its inputs and outputs."""
+        module = self._table.of_group(group)
+        assert module is not None, "the table has the model's own products"
+        return module, *self._table.dims_of(module)
 
     def gemm_shape(self, group: Group) -> tuple[int, GemmShape]:
         """The shape of the layer's product of a group, and its number among a model's."""

@@ -43,12 +43,13 @@ from ..weights.shadow import INPUTS_ARE_ROUNDED
 from ..weights.slots import EXPERTS, MATRICES, MERGED_MATRICES
 from ..weights.weight_plan import PACKED
 from ..weights.weights import Weights
-from .ends import cap_of, end_programs
+from .ends import cap_of, end_gemms, end_programs
 from .native_attention import latent_shape
 from .native_binding import LayerBinding, Tables, layer_bindings
 from .native_buffers import check_native
 from .native_program import NativeProgram
 from .op import NoNativeOp
+from .ops.embed import EmbedMedia
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -88,15 +89,16 @@ def _program(config: ModelConfig) -> NativeProgram:
     ends = end_programs(config)
     for op in ends.embed:
         check_native(op)
-    if ends.inputs:
-        raise NoNativeOp("further input of layers")
+    media = tuple(op for op in ends.embed if isinstance(op, EmbedMedia))
+    if media and ends.embed[-1:] != media:
+        raise NoNativeOp("embeddings of images and sound to which something else is done")
     found = NativeProgram(
         config.programs,
         config.hidden_size,
         config.projections,
         has_ranks=of_share,
         lasting=ends.lasting,
-        before=ends.split,
+        before=media + ends.inputs + ends.split,
         behind=ends.join,
     )
     if not config.has_last_norm:
@@ -144,7 +146,7 @@ class NativeDecoderModel:
         self._tables = Tables.of(config.layers, max_model_len, spare, weights.rope_factors())
         self._kv_scales = kv_scales
         self._program, self._layout = _program(config), arena.layout
-        self._ends = native_layer(around_weights(config, weights, packed.add, arena.pages.device))
+        self._ends = _native_ends(config, weights, packed)
         self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]
         head = weights.quantised_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
@@ -336,6 +338,19 @@ def _native_recurrent(
     )
 
 
+def _native_ends(config: ModelConfig, weights: Weights, packed: PackedWeights) -> LayerWeights:
+    """What ops of the model's ends read: packed matrices and the table of further inputs as they are, everything else
+    in float32.
+    """
+    found = around_weights(config, weights, packed.add, torch.device("cpu"))
+    if config.layer_inputs is not None:
+        found["input_table"], found["inputs"], found["inputs_norm"] = weights.layer_inputs(packed.add)
+    if config.media:
+        found["media"] = weights.media()
+    kept = {"input_table", "media", *(slot for slot, _ in end_gemms(config))}
+    return LayerWeights({name: part if name in kept else part.float() for name, part in found.items()})
+
+
 class PackedWeights:
     """Memory for a model's packed projections."""
 
@@ -361,14 +376,14 @@ _PACKED = frozenset(MATRICES.values())
 """Matrices that are packed."""
 
 
-def native_layer(layer: LayerWeights, spec: LayerSpec | None = None) -> LayerWeights:
-    """A layer, or the model's ends, in the library's form: packed matrices as they are, keys and values of latents
-    packed by head, everything else in float32.
+def native_layer(layer: LayerWeights, spec: LayerSpec) -> LayerWeights:
+    """The layer in the library's form: packed matrices as they are, keys and values of latents packed by head,
+    everything else in float32.
     """
     for name, part in layer.items():
         if isinstance(part, torch.Tensor) and name not in _PACKED:
             layer[name] = part.float()
-    mixer = None if spec is None else spec.attention
+    mixer = spec.attention
     if "kv_up" in layer and mixer is not None and mixer.latent is not None:
         layer["kv_up"] = latent_shape(mixer, mixer.latent).pack(layer["kv_up"])
     return layer

@@ -238,11 +238,13 @@ struct MultiplyOp {
     Integers integers;  // how weights are whole numbers
 };
 
-// out = factor · a row of a table: each token's own, or the first one's of tokens from `rows` on.
+// out = factor · a row of a table: each token's own, the first one's being that of token `first`. Tokens from `rows` on have the
+// first row; with `keeps` they have the last one, and out stays for tokens before the first.
 struct LookUpOp {
     int32_t out, width;
     float factor;
-    int64_t rows;
+    int64_t first, rows;
+    int32_t keeps;
     const void* table;  // [rows, width], as it is
 };
 

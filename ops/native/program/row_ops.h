@@ -264,9 +264,11 @@ class RowOps {
     }
 
     void look_up(const StepDesc& step, const LookUpOp& op, int token) {
-        const int64_t id = step.token_ids[token];
+        int64_t id = step.token_ids[token] - op.first;
+        if (op.keeps && id < 0) return;
+        if (id >= op.rows) id = op.keeps ? op.rows - 1 : 0;
         float* to = row(op.out, token);
-        convert((const T*)op.table + (id < op.rows ? id : 0) * op.width, op.width, to);
+        convert((const T*)op.table + id * op.width, op.width, to);
         scale_by(to, op.width, op.factor);
     }
 

@@ -176,7 +176,7 @@ _TENSORS = replace(
         )
     ),
 )
-_NOTES = f'{reading.ON_OPERATORS}; no adapters on `altup` matrices: train with `exclude_modules=".*altup.*"`'
+_NOTES = 'no adapters on `altup` matrices: train with `exclude_modules=".*altup.*"`'
 
 GEMMA_3N = Family("Gemma 3n", ("Gemma3nForCausalLM",), partial(_read, tensors=_PLAIN), _DEFAULTS, _PLAIN, _NOTES)
 GEMMA_3N_TEXT = Family(

@@ -118,7 +118,7 @@ class Gemma3nLayer(DecoderLayer):
         b.weight("stream_router", SlotTensor("altup.modality_router.weight", (count, b.hidden)))
         b.vector("stream_router_norm", "altup.router_norm.weight", b.hidden, factor=b.hidden**-1.0)
         slot = b.weight(f"stream_{name}", SlotTensor(f"altup.{name}_coefs.weight", (rows, count)))
-        return b.put(StreamFactors(x, "c", slot, b.norm_spec), rows)
+        return b.put(StreamFactors(x, "c", slot, b.norm_spec, rows), rows)
 
     def _low_rank(self, b: Build, own: AltUpSpec, p: Value, o: Value) -> None:
         """Add what is added beside attention; see `AltUpSpec.rank`."""

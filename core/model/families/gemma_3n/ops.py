@@ -5,16 +5,20 @@ Tests: tests/core/layers/test_streams.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...program.layer_program import Kept
-from ...program.op import STREAM, STREAMS, Op
+from ...program.op import STREAM, STREAMS, NoNativeOp, Op
+from ...program.ops.hyper import MOST_STREAMS
 from ...specs.norms import NormSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ...program.lowering import Lowering
+    from ...program.native_registers import Held
     from ...program.torch_step import OpContext, Run, Step
 
 
@@ -28,7 +32,6 @@ class TakeStream(Op):
 
     READS = ("streams",)
     WRITES = ("out",)
-    LACKS = "residual of several streams"
 
     out: str
     active: int
@@ -41,6 +44,15 @@ class TakeStream(Op):
             step.names[self.out] = step.names[self.streams][:, self.active].clone()
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        x, out, width = to.read(at, self.streams)[0], to.out(to.written(at)), to.stream.value.width
+        to.emit("Copy", x=x, column=self.active * width, width=width, out=out, out_column=0)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return to.stream.value.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,9 @@ class StreamFactors(Op):
     out: str
     weight: str
     norm: NormSpec
+    rows: int
+    """Of the matrix."""
+
     router: str = "stream_router"
     router_norm: str = "stream_router_norm"
 
@@ -72,6 +87,23 @@ class StreamFactors(Op):
             step.names[self.out] = linear(routed.float().tanh().to(rows.dtype), weights[self.weight])
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ...program.native_binding import weight_of
+
+        (x, column, width), count = to.read(at, self.x), _count(to)
+        normed, routed = to.temporary("normed", width), to.temporary("routed", count)
+        own = {"norm": "kRms", "eps": self.norm.eps, "weight": weight_of(self.router_norm)}
+        to.emit("Norm", x=x, column=column, width=width, out=normed, **own)
+        router = {"outputs": count, "w": weight_of(self.router), "tanh": 1}
+        to.emit("Product", x=normed, column=0, width=width, out=routed, **router)
+        rows = {"outputs": self.rows, "w": weight_of(self.weight)}
+        to.emit("Product", x=routed, column=0, width=count, out=to.held_as(to.written(at)), **rows)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +125,12 @@ class PredictStreams(Op):
             streams.baddbmm_(step.names[self.factors].view(-1, count, count), streams.clone())
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        streams, count = to.held(at, self.streams), _count(to)
+        own = {"count": count, "outs": count, "width": to.stream.value.width, "mixed": "kAddedTo"}
+        to.emit("Streams", s=streams, out=streams, mix=to.held(at, self.factors), **own)
 
     def formula(self) -> str:
         """See `Op.formula`."""
@@ -121,6 +159,15 @@ class CorrectStreams(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        streams, count, width = to.held(at, self.streams), _count(to), to.stream.value.width
+        change = to.temporary("change", width)
+        to.emit("Copy", x=to.read(at, self.x)[0], column=0, width=width, out=change, out_column=0)
+        to.emit("Add", x=change, y=to.read(at, self.before)[0], width=width, factor=-1.0)
+        own = {"count": count, "outs": count, "width": width, "mixed": "kKept", "given": 1.0}
+        to.emit("Streams", s=streams, out=streams, y=change, give=to.held(at, self.factors), **own)
+
     def formula(self) -> str:
         """See `Op.formula`."""
         return f"{self.streams} += (1 + {self.factors}) ⊗ ({self.x} - {self.before})"
@@ -144,6 +191,12 @@ class AddToOthers(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        streams, y, width = to.held(at, self.streams), to.read(at, self.y)[0], to.stream.value.width
+        for stream in range(1, _count(to)):
+            to.emit("Add", x=streams, y=y, width=width, factor=1.0, column=stream * width)
+
     def formula(self) -> str:
         """See `Op.formula`."""
         return f"{self.streams}[1:] += {self.y}"
@@ -156,7 +209,6 @@ class SplitStreams(Op):
     READS = ("x",)
     WRITES = ("streams",)
     SLOTS = ("weights",)
-    LACKS = "residual of several streams"
 
     weights: tuple[str, ...]
     x: str = STREAM
@@ -179,6 +231,26 @@ class SplitStreams(Op):
             step.names[self.streams] = streams
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        to.need("OpKind.kMatch", "residual of several streams")
+        if self.count > MOST_STREAMS:
+            raise NoNativeOp(f"more than {MOST_STREAMS} residual streams")
+        x, rounded, out = to.held(at, self.x), to.read_rounded(at, self.x), to.held_as(to.written(at))
+        width = x.value.width
+        to.emit("Copy", x=x, column=0, width=width, out=out, out_column=0)
+        for stream, slot in enumerate(self.weights, 1):
+            _multiplied(to, slot, rounded, x, out, stream * width)
+
+    @property
+    def count(self) -> int:
+        """Streams."""
+        return len(self.weights) + 1
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return self.count * given[0]
 
     def detail(self) -> str:
         """See `Op.detail`."""
@@ -215,9 +287,38 @@ class JoinStreams(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        streams, width = to.held(at, self.streams), to.stream.value.width
+        part, factor = to.temporary("part", width), 1 / (len(self.weights) + 1)
+        to.emit("Copy", x=streams, column=0, width=width, out=to.stream, out_column=0)
+        for stream, slot in enumerate(self.weights, 1):
+            rounded = to.held_as(part.value, "Rounded")
+            to.emit("Copy", x=streams, column=stream * width, width=width, out=rounded, out_column=0)
+            _multiplied(to, slot, rounded, streams, part, 0)
+            to.emit("Add", x=to.stream, y=part, width=width, factor=1.0)
+        own = {"column": 0, "width": width, "out_column": 0, "factor": factor}
+        to.emit("Scale", x=to.stream, out=to.stream, **own)
+
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"their mean: {', '.join(self.weights)}"
+
+
+def _count(to: Lowering) -> int:
+    """Streams of the model."""
+    return to.lasting[STREAMS].width // to.stream.value.width
+
+
+def _multiplied(to: Lowering, slot: str, x: Held, as_these: Held, out: Held, column: int) -> None:
+    """List a product of x with a matrix, in columns of out, as large as the first columns of another buffer."""
+    from ...program.native_binding import weight_of
+
+    width = to.stream.value.width
+    product = to.temporary("product", width)
+    own = {"inputs": width, "outputs": width, "module": -1, "w": weight_of(slot)}
+    to.emit("Multiply", x=x, out=product, **own)
+    to.emit("Match", x=product, y=as_these, width=width, out=out, out_column=column, least=_LEAST_SQUARE)
 
 
 def _as_large(rows: Tensor, as_these: Tensor) -> Tensor:

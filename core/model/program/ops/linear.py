@@ -84,6 +84,13 @@ class Gemm(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
+        from ..native_binding import weight_of
+
+        if self.group is Group.INPUTS:
+            module, inputs, outputs = to.model_product(self.group)
+            own = {"inputs": inputs, "outputs": outputs, "module": module, "w": weight_of(self.weight)}
+            to.emit("Multiply", x=to.read_rounded(at, self.x), out=to.held_as(to.written(at)), **own)
+            return
         if self.group is Group.GATE_UP and self._gate_up(to, at):
             return
 
@@ -118,6 +125,8 @@ class Gemm(Op):
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
+        if self.group is Group.INPUTS:
+            return to.model_product(self.group)[2]
         return to.gemm_shape(self.group)[1].outputs
 
     def formula(self) -> str:

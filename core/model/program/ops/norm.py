@@ -160,6 +160,14 @@ class NormParts(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_binding import weight_of
+
+        (x, column, width), out, groups = to.read(at, self.x), to.out(to.written(at)), to.num_layers
+        own = {"norm": "kRms", "eps": self.eps, "weight": weight_of(self.weight), "groups": groups}
+        to.emit("Norm", x=x, column=column, width=width // groups, out=out, **own)
+
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"each layer's part, eps {self.eps:g}: {self.weight}"

@@ -241,7 +241,6 @@ class TakeInput(Op):
 
     READS = ("inputs",)
     WRITES = ("out",)
-    LACKS = "further input of layers"
 
     out: str = FURTHER
     inputs: str = INPUTS
@@ -255,3 +254,14 @@ class TakeInput(Op):
             step.names[self.out] = inputs.view(len(inputs), layers, -1)[:, index]
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        to.need("OpKind.kLookUp", "further input of layers")
+        x, out = to.read(at, self.inputs)[0], to.out(to.written(at))
+        width = out.value.width
+        to.emit("Copy", x=x, column=to.index * width, width=width, out=out, out_column=0)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return given[0] // to.num_layers

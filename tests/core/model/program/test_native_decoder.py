@@ -14,7 +14,6 @@ from chorus.core.model.batch import StepBatch
 from chorus.core.model.compose.build import Build
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
-from chorus.core.model.families.gemma_3n.layer import AltUpSpec, Gemma3nLayer
 from chorus.core.model.families.gemma_4.layer import Gemma4Layer
 from chorus.core.model.families.muse.layer import MuseLayer
 from chorus.core.model.program.native_binding import Tables, score_scale
@@ -163,10 +162,6 @@ class TestRefusals:
         both = refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.ALL))
         assert both.startswith("it has no norm of all heads of keys that are values")
         assert refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.EACH)) is None
-
-    def test_several_streams_of_matrices_are_refused(self):
-        several = Gemma3nLayer(LAYER.mixer, LAYER.feed_forward, Norms.AROUND, altup=AltUpSpec(4, 0, 8), input_size=8)
-        assert refusal(several).startswith("it has no residual of several streams")
 
 
 class TestTables:
