@@ -54,10 +54,8 @@ from .ops.embed import EmbedMedia
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    try:
-        _program(config)
-    except NoNativeOp as error:
-        return f"it has no {error}, and this model has it"
+    if (lack := why_lacking(config)) is not None:
+        return f"it has no {lack}, and this model has it"
     pair = 4 // dtype.itemsize
     inner = _rows_of_weights(config)
     if reason := native_library.why_unavailable(dtype):
@@ -65,6 +63,15 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     heads = [mixer.head_dim for mixer in config.attention_shapes]
     if any(k % pair for k in inner) or any(size % 2 for size in heads):
         return f"it needs even sizes, and this model's are {heads} of heads, {inner} of rows of weights"
+    return None
+
+
+def why_lacking(config: ModelConfig) -> str | None:
+    """What a model, or a rank's share, has that the native library does not compute; None: it computes all."""
+    try:
+        _program(config)
+    except NoNativeOp as error:
+        return str(error)
     return None
 
 

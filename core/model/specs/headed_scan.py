@@ -124,9 +124,9 @@ class HeadedScanSpec(RecurrentSpec):
         """Heads of v are blocks of channels."""
         from ....ops.library.native_model import NativeMixer, NativeShape
 
-        own = {"scan_heads": self.num_heads, "scan_rank": self.rank}
         blocks, state, block = self.recurrent_shape
-        return NativeShape(NativeMixer.HEADED_SCAN, 0, blocks, state, block, self.conv_size, 0.0, **own)
+        sizes = 0, blocks, state, block, self.conv_size
+        return NativeShape(NativeMixer.HEADED_SCAN, *sizes, 0.0, scan_heads=self.num_heads, scan_rank=self.rank)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

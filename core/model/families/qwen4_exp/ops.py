@@ -30,7 +30,7 @@ class NormStreams(Op):
     READS = ("streams",)
     WRITES = ("out",)
     SLOTS = ("weight",)
-    LACKS = "residual of several streams"
+    LACKS = "gated residual streams"
 
     out: str
     weight: str
