@@ -221,7 +221,7 @@ def support_matrix() -> str:
 def not_native() -> dict[str, list[str]]:
     """By title, families of which a tiny geometry, or a rank's share of it, has what the native decoder lacks."""
     sys.path.insert(0, str(ROOT))
-    from chorus.core.model.families import ALL
+    from chorus.core.model.families.registry import ALL
     from chorus.core.model.program.native_decoder import why_lacking
     from chorus.core.model.specs.config import UnsupportedModel
     from chorus.core.model.weights.shard import Shard

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.core.model.families import ALL
+from chorus.core.model.families.registry import ALL
 from chorus.core.model.families.reading import ON_OPERATORS
 
 ROOT = Path(__file__).resolve().parent.parent
