@@ -73,12 +73,17 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
-    shapes |= {MODEL + part.path: part.shape for slot in end_slots(config) for part in slot.tensors}
+    shapes |= _around_layers(config)
     for media in config.media:
         shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
         shapes[MEDIA_NORM.format(media.module)] = (media.width,)
         shapes[MEDIA_PROJECTION.format(media.module)] = (hidden, media.width)
     return {name: model_part(name, shape) for name, shape in shapes.items()}
+
+
+def _around_layers(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of what layers have before all of them, and behind."""
+    return {MODEL + part.path: part.shape for slot in end_slots(config) for part in slot.tensors}
 
 
 def _of_positions(config: ModelConfig) -> dict[str, tuple[int, ...]]:
