@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ....memory.pages.projections import GemmShape, Group, Projections
+from ....memory.pages.projections import GemmShape, Projections, Role
 from ....ops.library import native_library
 from ....ops.library.native_program import NativeOp
 from .native_buffers import Buffers, columns_of
@@ -171,9 +171,9 @@ class Lowering:
 
     # ---- products
 
-    def gemm_shape(self, group: Group) -> tuple[int, GemmShape]:
-        """The shape of the layer's product of a group, and its number among a model's."""
-        number = self._table.gemm_shape_in[self.index][group]
+    def gemm_shape(self, product: str) -> tuple[int, GemmShape]:
+        """The shape of one of the layer's products, and its number among a model's."""
+        number = self._table.gemm_shape_of[self.index][product]
         return number, self._table.gemm_shapes[number]
 
     def next_product(self) -> int:
@@ -183,7 +183,7 @@ class Lowering:
 
     def kv_up(self) -> int:
         """The module of the product that makes keys and values of latents."""
-        ((module, _, _),) = self._table.columns(self.index, Group.KV_UP)
+        ((module, _, _),) = self._table.columns(self.index, Role.KV_UP)
         return module
 
     def _width(self, op: Op, own: Mapping[str, Value]) -> int:
