@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from chorus.core.model.families.registry import ALL
 from chorus.core.model.families.reading import ON_OPERATORS
+from chorus.core.model.families.registry import ALL
 
 ROOT = Path(__file__).resolve().parent.parent
 
