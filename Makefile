@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help all-cases slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
+.PHONY: help affected served all-cases references same-references slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain families oldest
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -8,6 +8,7 @@ SHELL := bash
 RESULTS := build/results
 SEEDS := 10000
 JOBS := 2
+BASE := main
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
 # The five that take two thirds of the studies' time, for `make slow`.
 LONG_STUDIES := adapter-locality adapter-scheduling consolidation merged-skew swapping-profiles
@@ -59,11 +60,33 @@ docs: ## write the generated pages, and build the site into build/site
 style-report: ## counts of words, sentences, parameters and positional values
 	python -m tests.style_report
 
-test: ## the test suite
+affected: ## the tests of the files that differ from BASE (main), as modules' docstrings name them
+	tests="$$(python -m tests.affected --since $(BASE))"; \
+	if [ -z "$$tests" ]; then echo "no test is of what differs from $(BASE)"; else \
+	    CHORUS_TEST_SHARE=6 pytest -q -m "not slow and (sample or not triton)" $$tests; fi
+
+test: ## the test suite, both halves
 	pytest -q
+	pytest -q --served
+
+served: ## the half of the test suite that a plain pytest leaves out: servers, clients, tools, and what starts processes
+	pytest -q --served
 
 all-cases: ## the test suite with all cases of the tests marked `wide`
 	CHORUS_TEST_SHARE=1 pytest -q
+	CHORUS_TEST_SHARE=1 pytest -q --served
+
+references: ## ask transformers + peft everything again, and write tests/reference_answers; needs the extra `vision`
+	python -c "import torchvision, PIL"
+	rm -rf build/tests tests/reference_answers
+	python -m tests.core.paths.record --jobs $(JOBS)
+	$(MAKE) --no-print-directory test
+	pytest -q -m vision
+	python -m tests.references
+
+same-references: ## transformers + peft answer as tests/reference_answers has it, about all models that the tests ask
+	CHORUS_REFERENCES=all pytest -q
+	CHORUS_REFERENCES=all pytest -q --served
 
 slow: ## the slow tests and studies, which pytest and .ci/run leave out, and the quick ones of GPU kernels: half an hour
 	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"
@@ -137,7 +160,7 @@ plain: ## numerics tests of kernels and of an engine against a package built wit
 levels: $(addprefix level-,$(LEVELS))
 
 rest: STUDIES := $(filter-out $(LONG_STUDIES),$(STUDIES))
-rest: studies simulation types plain levels kernels oldest check ## everything that .ci/run does after README's commands
+rest: served studies simulation types plain levels kernels oldest check ## everything that .ci/run does after README's commands
 
 bench: ## race peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
 	python -m chorus.perf.bench --quick --device cpu --model-size 125m --out build/bench --sections limits peers $(BESIDE)

@@ -1,15 +1,17 @@
 """Write the generated pages of docs/reference and the types of the library's options: `python docs/generate.py`;
 `--check` fails where a file is stale.
 
-Sources: the command line's parser, the settings' schema, the metrics of a server on the built-in model, and the
-families of models.
+Sources: the command line's parser, the settings' schema, the metrics of a server on the built-in model, the families of
+models, and what the native decoder lacks of the tests' tiny geometries.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
+import tempfile
 import textwrap
 import types
 from collections.abc import Iterator
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 HEAD = "<!-- Written by docs/generate.py: change the source, and run `make docs`. -->\n"
+
+MATRIX = "docs/reference/support-matrix.md"
+
+#: Around a part of a page that is written here.
+BEGIN, END = "<!-- Written by docs/generate.py: what the native decoder lacks. -->", "<!-- End. -->"
 
 #: The end of a help text that tells a default.
 DEFAULT = r"\(default: ([^()]*)\)$"
@@ -201,6 +208,42 @@ def models() -> str:
     return "\n".join(lines) + "\n"
 
 
+def support_matrix() -> str:
+    """The page with its table of what the native decoder does not compute written anew."""
+    page = (ROOT / MATRIX).read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    rows = [f"| {title} | {', '.join(lacks)} |" for title, lacks in sorted(not_native().items())]
+    head = "| family | what the native decoder does not compute of it |\n|---|---|"
+    return "\n".join([f"{before}{BEGIN}\n", head, *rows, f"\n{END}{behind}"])
+
+
+def not_native() -> dict[str, list[str]]:
+    """By title, families of which a tiny geometry, or a rank's share of it, has what the native decoder lacks."""
+    sys.path.insert(0, str(ROOT))
+    from chorus.core.model.families.registry import ALL
+    from chorus.core.model.program.native_decoder import why_lacking
+    from chorus.core.model.specs.config import UnsupportedModel
+    from chorus.core.model.weights.shard import Shard
+    from tests.conftest import quiet
+    from tests.core.model.program.golden import make_configs, model_of
+
+    titles = {name: family.title for family in ALL for name in family.architectures}
+    found: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as root, quiet():
+        make_configs(Path(root))
+        for path in sorted(Path(root).iterdir()):
+            config = model_of(path)
+            lack = why_lacking(config)
+            if lack is None:
+                with contextlib.suppress(UnsupportedModel):
+                    lack = why_lacking(Shard(0, 2).config(config))
+            lacks = found.setdefault(titles[config.architecture], [])
+            if lack is not None and lack not in lacks:
+                lacks.append(lack)
+    return {title: lacks for title, lacks in found.items() if lacks}
+
+
 OPTION_TYPES = '''"""Types of `LLM`'s options. Written by docs/generate.py: change the settings, and run `make docs`.
 
 Tests: tests/server/library/test_options.py
@@ -286,6 +329,7 @@ WRITTEN = {
     "docs/reference/settings.md": settings,
     "docs/reference/metrics.md": metrics,
     "docs/reference/models.md": models,
+    MATRIX: support_matrix,
     "server/library/option_types.py": option_types,
 }
 

@@ -9,11 +9,10 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
@@ -30,6 +29,7 @@ from _pytest.mark.expression import Expression
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
+from . import references
 from .greedy import MIN_MARGIN, after_drafts, switched
 from .interpreted import InterpretedFile, is_interpreting
 from .kept import KeptAnswers, kept_files, locked
@@ -65,6 +65,12 @@ os.environ["SSL_CERT_FILE"] = str(kept_files("authority", _one_certificate) / "c
 #: Each process has models and adapters of its own, a gigabyte and a half in all.
 MAX_PROCESSES = 8
 
+HERE = Path(__file__).resolve().parent
+
+#: What `pytest --served` tests, and a plain `pytest` leaves to it: servers, clients, tools, and what else starts
+#: processes or waits. It takes about as long as the rest.
+SERVED = ("attacks", "clients", "core/executors", "core/media", "perf", "server", "simulation")
+
 #: A plain `pytest` runs one of so many cases of a test marked `wide`, and CHORUS_TEST_SHARE says another number.
 SHARE = 6
 
@@ -72,19 +78,28 @@ SHARE = 6
 SEED = "CHORUS_TEST_SEED"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--served", action="store_true", help=f"instead of the others, the tests of {', '.join(SERVED)}")
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the processes that run the tests: one more than processors, as some wait for servers; one alone where only
-    few tests are named, which end sooner than processes begin, or where a GPU is there to be shared.
+    """Return the processes that run the tests: one for each processor, and one more if many wait for servers; one alone
+    where only few tests are named, which end sooner than processes begin, or where a GPU is there to be shared.
     """
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or torch.cuda.is_available():
         return 0
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+    waits = bool(config.option.served or config.option.markexpr)
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + waits)
 
 
 def pytest_configure() -> None:
-    """Check the environment before a minute of collecting tests. All processes draw the same cases of `wide` tests."""
+    """Check the environment before a minute of collecting tests. All processes draw the same cases of `wide` tests,
+    and the same models for `references`.
+    """
     chosen_share()
     os.environ[SEED] = chosen_seed()
+    os.environ.setdefault(references.AGAIN, references.commit())
+    os.environ.pop("PYTEST_ADDOPTS", None)  # of this run, and not of those that tests start
 
 
 def pytest_report_header() -> str:
@@ -98,27 +113,41 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _told_share() -> str:
-    return f"wide tests: one case in {chosen_share()}, drawn by {SEED}={os.environ[SEED]}, which repeats it"
+    return (
+        f"wide tests: one case in {chosen_share()}, drawn by {SEED}={os.environ[SEED]}, which repeats it; "
+        f"reference answers made again: {references.AGAIN}={os.environ[references.AGAIN]}"
+    )
 
 
 def chosen_seed() -> str:
     """The seed of the environment, or the commit that is checked out, or 0 where there is no repository."""
-    if seed := os.environ.get(SEED):
-        return seed
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-    with suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "0"
-    return "0"
+    return os.environ.get(SEED) or references.commit()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Don't import a file that has no test with the marks that `-m` asks for. Files that are named are collected."""
+    """Don't import a file that has no test with the marks that `-m` asks for, or is of the half that a plain `pytest`
+    leaves to another. Files that are named are collected.
+    """
     expression = config.option.markexpr
+    if _is_plain(config) and is_of_other_half(collection_path, is_served=config.option.served):
+        return True
     if not expression or not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
     if any(Path(argument.partition("::")[0]).resolve() == collection_path for argument in config.args):
         return None
     return None if may_match(expression, marks_of_file(collection_path)) else True
+
+
+def _is_plain(config: pytest.Config) -> bool:
+    """True where neither tests nor marks are named."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
+
+
+def is_of_other_half(path: Path, *, is_served: bool) -> bool:
+    """True for a folder or a file of tests that runs with `--served`, or without, unlike this run."""
+    if any(path.is_relative_to(HERE / folder) for folder in SERVED):
+        return not is_served
+    return is_served and path.is_file()
 
 
 @cache
@@ -176,7 +205,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
     left_out = _beyond_pairs(items)
-    is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
+    is_plain = _is_plain(config)
     if is_plain:
         left_out |= {item for item in items if _is_left_out(item)}
     if is_plain or "CHORUS_TEST_SHARE" in os.environ:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from chorus.core.model.families.reading import ON_OPERATORS
+from chorus.core.model.families.registry import ALL
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -66,6 +69,13 @@ def test_series_have_their_labels_though_no_request_runs(generate):
 def test_the_types_of_options_are_fresh(generate):
     path = "server/library/option_types.py"
     assert (ROOT / path).read_text() == generate.WRITTEN[path](), "run make docs"
+
+
+def test_notes_of_families_say_what_the_native_decoder_lacks(generate):
+    """Of ranks' shares the support matrix speaks alone."""
+    lacking = {title for title, lacks in generate.not_native().items() if not any("ranks" in each for each in lacks)}
+    noted = {family.title for family in ALL if ON_OPERATORS in family.notes}
+    assert lacking and lacking <= noted
 
 
 def test_a_stale_file_is_named(generate, monkeypatch, capsys):

@@ -13,7 +13,17 @@ from typing import cast
 
 import pytest
 
-from .conftest import SEED, SHARE, beyond_share, chosen_seed, chosen_share, marks_of_file, may_match
+from .conftest import (
+    SEED,
+    SERVED,
+    SHARE,
+    beyond_share,
+    chosen_seed,
+    chosen_share,
+    is_of_other_half,
+    marks_of_file,
+    may_match,
+)
 
 HERE = Path(__file__).parent
 
@@ -49,6 +59,20 @@ def test_a_file_is_collected_if_a_test_may_match(expression, marks, wanted):
 )
 def test_marks_of_a_file(file, wanted):
     assert wanted <= marks_of_file(HERE / file)
+
+
+def test_each_file_is_of_one_half():
+    """A plain `pytest` and `pytest --served` run all files between them, each of which .ci/run calls."""
+    files = [*HERE.rglob("test_*.py")]
+    halves = [{path for path in files if not is_of_other_half(path, is_served=each)} for each in (False, True)]
+    assert halves[0] | halves[1] == {*files}
+    assert not halves[0] & halves[1]
+    assert all((HERE / folder).is_dir() for folder in SERVED)
+    assert HERE / "server" / "test_serve.py" in halves[1]
+    assert HERE / "core" / "paths" / "test_paths.py" in halves[0]
+    makefile = (HERE.parent / "Makefile").read_text()
+    assert re.search(r"^rest: served ", makefile, re.MULTILINE)
+    assert re.search(r"^served:.*\n\tpytest -q --served$", makefile, re.MULTILINE)
 
 
 def test_a_file_without_a_mark_does_not_have_it(tmp_path):

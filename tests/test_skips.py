@@ -144,7 +144,7 @@ def test_each_reason_has_a_job():
 
 def test_the_jobs_are_there():
     run, integrations = ((ROOT / ".ci" / name).read_text() for name in ("run", "integrations"))
-    assert "bash .ci/integrations" in run
+    assert all(f'bash .ci/integrations "$venvs" {step}' in run for step in ("install", "test"))
     assert '-m "(integration or clients) and not (gpu or vision)"' in integrations
     assert '-m "vision and not (gpu or slow)"' in integrations
     assert "as_readme_says 2" in run

@@ -5,8 +5,15 @@ Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_ex
 
 from __future__ import annotations
 
-from ...ops.library.native_descriptors import NativeActivation
-from .specs.feed_forward import Activation, GatedActivation, UngatedActivation
+from ...ops.library.native_descriptors import NativeActivation, NativeGating
+from .specs.feed_forward import (
+    Activation,
+    BoundedSwiglu,
+    ClampedSwiglu,
+    GatedActivation,
+    LimitedSwiglu,
+    UngatedActivation,
+)
 from .specs.norms import NormKind
 
 _GATED = {
@@ -26,11 +33,17 @@ _UNGATED = {
 }
 
 
-def native_activation(activation: GatedActivation | UngatedActivation) -> NativeActivation | None:
-    """The name of an activation of a feed-forward part or of experts; None: the library does not compute it."""
-    if not isinstance(activation, Activation | UngatedActivation):
-        return None
-    return _GATED.get(activation) if isinstance(activation, Activation) else _UNGATED.get(activation)
+def native_gating(activation: GatedActivation | UngatedActivation) -> NativeGating | None:
+    """The name and numbers of an activation of a feed-forward part or of experts; None: the library lacks it."""
+    match activation:
+        case ClampedSwiglu(alpha, limit):
+            return NativeGating(NativeActivation.CLAMPED_SWIGLU, alpha, limit)
+        case LimitedSwiglu(limit):
+            return NativeGating(NativeActivation.LIMITED_SWIGLU, limit=limit)
+        case BoundedSwiglu(limit):
+            return NativeGating(NativeActivation.BOUNDED_SWIGLU, limit=limit)
+    found = _GATED.get(activation) if isinstance(activation, Activation) else _UNGATED.get(activation)
+    return None if found is None else NativeGating(found)
 
 
 def native_norm(kind: NormKind) -> str:

@@ -20,7 +20,7 @@ def sparse_gates(gate_up: torch.Tensor, sparsity: float, ranks: Collectives | No
     count = gates.shape[1] * (1 if ranks is None else ranks.size)
     mean = _summed(gates, ranks) / count
     deviation = (_summed((gates - mean).square(), ranks) / count).sqrt()
-    kept = (gates - (mean + deviation * _deviations(sparsity))).relu()
+    kept = (gates - (mean + deviation * deviations(sparsity))).relu()
     return torch.cat((kept, up), 1).to(gate_up.dtype)
 
 
@@ -31,6 +31,6 @@ def _summed(values: torch.Tensor, ranks: Collectives | None) -> torch.Tensor:
 
 
 @cache
-def _deviations(share: float) -> float:
+def deviations(share: float) -> float:
     """How many deviations above the mean a share of a normal distribution is below, in float32."""
     return float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(share)))

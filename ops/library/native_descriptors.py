@@ -54,13 +54,25 @@ class NativeActivation(StrEnum):
     """`max(gate, 0)² · up`."""
     GELU_BY_ERF_GATE = "kGeluByErfGate"
     CLAMPED_SWIGLU = "kClampedSwiglu"
-    """Of experts only: it has parameters."""
+    """`(up + 1) · gate · sigmoid(alpha · gate)`, with gate at most `limit` and up within ± `limit`."""
+    LIMITED_SWIGLU = "kLimitedSwiglu"
+    """`silu(gate) · up`, likewise."""
+    BOUNDED_SWIGLU = "kBoundedSwiglu"
+    """`silu(gate) · up`, with silu(gate) at most `limit` and up within ± `limit`."""
     GELU_ALONE = "kGeluAlone"
     """As GELU, without a gate; so are all below."""
     GELU_BY_ERF = "kGeluByErf"
     RELU = "kRelu"
     RELU_SQUARED = "kReluSquared"
     XIELU = "kXielu"
+
+
+class NativeGating(NamedTuple):
+    """What becomes of gate and up. alpha, limit: of activations that have them."""
+
+    activation: NativeActivation
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 class NativeHeadNorm(StrEnum):

@@ -106,6 +106,9 @@ class LayerMixture(NamedTuple):
     targets: Array[Any]
     """What adapters change of it; see `MixtureModules.described`."""
 
+    shared: LayerMixture | None = None
+    """The shared expert beside experts of latents, as a mixture of its own."""
+
 
 class NativeMixer(StrEnum):
     """A recurrent mixer, by its name in the library."""
@@ -115,6 +118,7 @@ class NativeMixer(StrEnum):
     MAMBA2 = "kMamba2"
     RG_LRU = "kRgLru"
     MAMBA1 = "kMamba1"
+    HEADED_SCAN = "kHeadedScan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,14 @@ class NativeShape:
 
     by_channel: bool = False
     """Of Gated DeltaNet: each channel of a key has a decay, and gates are sigmoids."""
+
+    scan_heads: int = 0
+    """Of Mamba 1 by heads; so is the width of what time steps are made of."""
+
+    scan_rank: int = 0
+
+    bound: float = 0.0
+    """Of such decays: the least logarithm; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,9 @@ class HeadedScanWeights(RecurrentWeights):
 
     @property
     def native_tensors(self) -> Mapping[str, torch.Tensor | None]:
-        """None: the native library does not compute it."""
-        return {}
+        """See `RecurrentWeights.native_tensors`."""
+        own = {"taps": self.conv, "conv_bias": self.bias, "dt_bias": self.steps_bias, "rates": self.rates, "d": self.d}
+        return {**own, "scan_low": self.low, "scan_steps": self.steps}
 
     def _inputs(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[:, ::2].float()

@@ -16,7 +16,7 @@ import torch
 from ..library.described_adapters import described
 from ..library.native_descriptors import (
     ELEMENT_OF,
-    NativeActivation,
+    NativeGating,
     NativeScoring,
 )
 from ..library.native_integers import IntegerPanels, integers_of_each
@@ -24,15 +24,6 @@ from ..library.native_library import library, native_layout
 from ..lora.sgmv import AdapterRows, Segments
 from .expert_gemms import Panels
 from .routing import Routing
-
-
-@dataclass(frozen=True, slots=True)
-class NativeGating:
-    """What becomes of gate and up. alpha, limit: of a clamped SwiGLU."""
-
-    activation: NativeActivation
-    alpha: float = 0.0
-    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +50,12 @@ class MixtureModules(NamedTuple):
     gate_up: Sequence[tuple[int, int, int]]
     """Of an expert; likewise `down`."""
     down: Sequence[tuple[int, int, int]]
+
+    def split_shared(self) -> tuple[MixtureModules, MixtureModules]:
+        """Those of all but the shared expert, and its own."""
+        return self._replace(shared_gate=(), shared_gate_up=(), shared_down=()), self._replace(
+            router=(), gate_up=(), down=()
+        )
 
     def described(self) -> Array[Any]:
         """In the library's form."""
@@ -139,7 +136,7 @@ class NativeMixture:
 
     def __init__(
         self,
-        router: Panels,
+        router: Panels | None,
         experts: NativeExperts,
         routing: Routing,
         gating: NativeGating,
@@ -149,24 +146,32 @@ class NativeMixture:
         factors: torch.Tensor | None = None,
         shared: NativeExperts | None = None,
         shared_gate: torch.Tensor | None = None,
+        shared_gating: NativeGating | None = None,
+        out_norm: tuple[torch.Tensor, float] | None = None,
     ) -> None:
-        """router: of float32, `[experts, hidden]`. router_bias, correction: `[experts]`.
+        """router: of float32, `[experts, inputs]`; it may have more experts than there are, which give their input
+        back. None: the shared expert is alone. router_bias, correction: `[experts]`. out_norm: see `LatentExperts`.
         factors: likewise, of their weights. shared: one expert that every
-        row goes to. shared_gate: `[1, hidden]`, of its output.
+        row goes to. shared_gate: `[1, hidden]`, of its output. shared_gating: its own; None: that of the others.
         """
-        if router.data.dtype != torch.float32:
+        if router is not None and router.data.dtype != torch.float32:
             raise ValueError(f"a router's weights are of {router.data.dtype}; they must be of float32")
-        self._hidden, self._per_token = router.inputs, routing.per_token
-        matrices = [*experts.gate_up, *experts.down]
+        first, *_ = (*experts.gate_up, *(() if shared is None else shared.gate_up))
+        self._hidden, self._per_token = first.inputs, routing.per_token
+        matrices, count = [*experts.gate_up, *experts.down], len(experts.down)
         self._dtype = next((each.data.dtype for each in matrices if isinstance(each, Panels)), None)
         self._kept: list[Any] = [router, experts, shared]  # the description has addresses of these
         self._description = native_layout().filled(
             "MixtureDesc",
             hidden=self._hidden,
-            experts=router.outputs,
-            size=experts.down[0].inputs,
+            experts=count,
+            size=experts.down[0].inputs if count else 0,
             shared_size=0 if shared is None else shared.down[0].inputs,
-            router=router.data.data_ptr(),
+            router=None if router is None else router.data.data_ptr(),
+            routed=self._hidden if router is None else router.inputs,
+            idle=0 if router is None else router.outputs - count,
+            out_norm=None if out_norm is None else self._values(out_norm[0]),
+            out_eps=0.0 if out_norm is None else out_norm[1],
             router_bias=self._values(router_bias),
             routing={
                 "correction": self._values(correction),
@@ -180,10 +185,15 @@ class NativeMixture:
                 "epsilon": routing.epsilon,
                 "factor": routing.factor,
                 "jitter": routing.jitter,
+                "other_score": routing.other_score,
+                "logits_factor": routing.logits_factor,
             },
             activation=gating.activation,
             alpha=gating.alpha,
             limit=gating.limit,
+            shared_activation=(shared_gating or gating).activation,
+            shared_alpha=(shared_gating or gating).alpha,
+            shared_limit=(shared_gating or gating).limit,
             gate_up=self._matrices(experts.gate_up, experts.gate_up_bias),
             down=self._matrices(experts.down, experts.down_bias),
             shared_gate_up=self._matrices(() if shared is None else shared.gate_up),

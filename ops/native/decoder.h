@@ -10,6 +10,7 @@
 #include "attention/attend_op.h"
 #include "sampling/head.h"
 #include "attention/latents.h"
+#include "mixers/headed_scan.h"
 #include "mixers/mamba2.h"
 #include "mixers/rg_lru.h"
 #include "mixers/selective_scan.h"
@@ -78,17 +79,21 @@ class Decoder final : public AnyDecoder {
           projections_(model, team_),
           attention_(model, team_, registers_),
           embedding_lora_(model, team_.most()),
+          product_lora_(model, team_.most()),
+          fixed_(team_.most()),
           head_(model, team_),
           experts_(model, team_),
-          latents_(model, team_),
-          row_ops_(registers_, experts_, latents_),
+          latents_(model, team_, registers_),
+          chooser_(model, team_, registers_),
+          row_ops_(registers_, experts_, latents_, chooser_),
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
           short_conv_(model.delta),
           mamba_(model.delta),
           rg_lru_(model.delta),
-          selective_scan_(model.delta) {}
+          selective_scan_(model.delta),
+          headed_scan_(model.delta) {}
 
     void forward(const StepDesc& step) override {
         plan(step);
@@ -158,6 +163,7 @@ class Decoder final : public AnyDecoder {
         attention_.plan(step, projections_.few() && step.tokens == step.rows);
         experts_.plan(step);
         latents_.plan(step);
+        chooser_.plan(step);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
@@ -217,6 +223,8 @@ class Decoder final : public AnyDecoder {
             case OpKind::kGateUp: return gate_up(step, me, op);
             case OpKind::kAttend: return attention_.run(me, step, arguments_of<AttendOp>(op));
             case OpKind::kLatentAttend: return attend_latents(step, me, arguments_of<LatentAttendOp>(op));
+            case OpKind::kMultiply: return multiply(step, me, arguments_of<MultiplyOp>(op));
+            case OpKind::kChoose: return chooser_.run(me, step, arguments_of<ChooseOp>(op));
             case OpKind::kMix: return mix(step, me, arguments_of<MixOp>(op));
             case OpKind::kMoe: {
                 const auto& moe = arguments_of<MoeOp>(op);
@@ -226,9 +234,20 @@ class Decoder final : public AnyDecoder {
         }
     }
 
+    // The product of a matrix of the model's own.
+    void multiply(const StepDesc& step, Team::Member& me, const MultiplyOp& op) {
+        const Rows<X> x = registers_.rounded(op.x);
+        const Rows<float> y = registers_.floats(op.out);
+        const Weights<T> w{op.w, nullptr, op.outputs, op.inputs, op.integers};
+        const Gemm<T> gemm{x, step.tokens, w, y, fixed_[me.thread].begin()};
+        each_part(team_, me, gemm.units(), [&](int i, bool more) { gemm.run(i, more); });
+        if (op.module >= 0 && step.model_segments.count)
+            product_lora_.add(team_, me, step.model_segments, step.tokens, op.module, x, op.inputs, y, op.outputs);
+    }
+
     void attend_latents(const StepDesc& step, Team::Member& me, const LatentAttendOp& op) {
         const Rows<const float> q = registers_.floats(op.q).from(0, op.column);
-        latents_.attend(me, step, op.latent, op.layer, q, registers_.rounded(op.out));
+        latents_.attend(me, step, op, q, registers_.rounded(op.out));
     }
 
     // y = x · wᵀ + bias, with the step's LoRA shapes.
@@ -254,7 +273,7 @@ class Decoder final : public AnyDecoder {
     void gate_up(const StepDesc& step, Team::Member& me, const OpDesc& op) {
         const auto& it = arguments_of<GateUpOp>(op);
         const LoraTask<T> up = task(step, it.gemm);
-        if (fuses(op)) return projections_.run_gated(me, up, it.activation, it.factor, registers_.rounded(it.act));
+        if (fuses(op)) return projections_.run_gated(me, up, it.gating(), it.factor, registers_.rounded(it.act));
         run_gemm(me, up);
         each_part(team_, me, step.tokens, [&](int t, bool) { row_ops_.gate(it, up.y[t], t); });
     }
@@ -266,6 +285,7 @@ class Decoder final : public AnyDecoder {
         if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
         if (m_.delta.mixer == Mixer::kRgLru) rg_lru_.plan(seen);
         if (m_.delta.mixer == Mixer::kMamba1) selective_scan_.plan(team_.size());
+        if (m_.delta.mixer == Mixer::kHeadedScan) headed_scan_.plan(team_.size());
     }
 
     void mix(const StepDesc& step, Team::Member& me, const MixOp& op) {
@@ -278,6 +298,7 @@ class Decoder final : public AnyDecoder {
             case Mixer::kShortConv: return short_conv_.run(team_, me, op.weights, states, x, out);
             case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, op.weights, states, step.tokens, x, out);
             case Mixer::kRgLru: return rg_lru_.run(team_, me, op.weights, states, x, out);
+            case Mixer::kHeadedScan: return headed_scan_.run(team_, me, op.weights, states, x, out);
             case Mixer::kMamba1: return selective_scan_.scan(team_, me, op.weights, states, x, out);
         }
     }
@@ -363,9 +384,12 @@ class Decoder final : public AnyDecoder {
     Projections<T> projections_;
     Attention<T> attention_;
     EmbeddingLora<T> embedding_lora_;
+    ProductLora<T> product_lora_;
+    std::vector<FixedScratch<T>> fixed_;  // of threads
     OutputHead<T> head_;
     ExpertsPart<T> experts_;
     LatentsPart<T> latents_;
+    Chooser<T> chooser_;
     RowOps<T> row_ops_;
     Merge<T> merge_;
     Offloader<T> offloader_;
@@ -374,6 +398,7 @@ class Decoder final : public AnyDecoder {
     Mamba2 mamba_;
     RgLru rg_lru_;
     SelectiveScan selective_scan_;
+    HeadedScan headed_scan_;
     Sampling sampling_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<X> normed_;  // rows of the last norm

@@ -98,12 +98,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 8, **TOWER},
     ),
 }
-OPERATORS = [
-    (name, kernels)
-    for name in MODELS
-    for kernels in ("torch", "native")
-    if kernels == "torch" or not name.startswith(("Gemma4", "Step3p7", "MuseSpark"))  # see `why_unsupported`
-]
+OPERATORS = [(name, kernels) for name in MODELS for kernels in ("torch", "native")]
 
 
 #: Likewise, of families whose layers are those of families whose paths are all tested: see `test_families.py`.

@@ -96,7 +96,7 @@ def latent_queries(b: Build, a: AttentionSpec, own: Inputs, rows: Value, bias_fa
     if index is None:
         return queries_of(b, a, low, bias_factor=bias_factor)
     both = queries_of(b, a, low, Proj("self_attn.indexer.wq_b", index.query_size))
-    put_index(b, index, View(both, -index.query_size), own, rows)
+    put_index(b, a, index, View(both, -index.query_size), own, rows)
     return View(both, 0, -index.query_size)
 
 
@@ -117,7 +117,7 @@ def queries_of(
     return b.linear("q_up", low, "qh", own, *further)
 
 
-def put_index(b: Build, index: IndexerSpec, queries: Read, own: Inputs, rows: Value) -> None:
+def put_index(b: Build, a: AttentionSpec, index: IndexerSpec, queries: Read, own: Inputs, rows: Value) -> None:
     """Write an indexer's keys. queries: its own. rows: the layer's normalised input."""
     at = "self_attn.indexer"
     ends = (SlotTensor(f"{at}.k_norm.{end}", (index.key_dim,)) for end in ("weight", "bias"))
@@ -129,7 +129,7 @@ def put_index(b: Build, index: IndexerSpec, queries: Read, own: Inputs, rows: Va
         biases = SlotTensor(f"{at}.index_kpool_compress_ape", (index.pool, index.key_dim))
         b.weight("index_biases", biases, keep=Keep.FLOAT32)
         pooled = (rows, "index_gates")
-    b.put_all(Index(queries, own.key, own.factors, iq, iw, index, "index_norm", *pooled), iq, iw)
+    b.put_all(Index(queries, own.key, own.factors, iq, iw, a, index, "index_norm", *pooled), iq, iw)
 
 
 def take_gates(b: Build, a: AttentionSpec, gates: View) -> Value | None:

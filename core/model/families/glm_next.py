@@ -156,7 +156,6 @@ GLM_5_NEXT_TEXT = Family(
         "hc_sinkhorn_iters": 20,
     },
     _NAMES,
-    notes=reading.ON_OPERATORS,
     nulls=("indexer_types", "index_topk_pattern", "linear_lower_bound", "gate_lower_bound", "num_key_value_heads"),
     shape=text_shape(154880, 4096, 12288, 45, 64),
 )

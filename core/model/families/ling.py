@@ -134,6 +134,6 @@ LING_2_6 = Family(
         "eos_token_id": 156895,
     },
     _NAMES,
-    notes=f"{reading.LATENTS_NOTE}; draft layers after the last are left out; {reading.ON_OPERATORS}",
+    notes=f"{reading.LATENTS_NOTE}; draft layers after the last are left out",
     nulls=("num_key_value_heads",),
 )

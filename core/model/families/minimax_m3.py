@@ -160,7 +160,6 @@ MINIMAX_M3 = Family(
         "index_local_blocks": 1,
     },
     _TENSORS,
-    notes="pages keep keys of the indexer that chooses blocks of tokens; draft layers are left out; "
-    f"{reading.ON_OPERATORS}",
+    notes="pages keep keys of the indexer that chooses blocks of tokens; draft layers are left out",
     shape=text_shape(200064, 6144, 3072, 60, 64),
 )

@@ -152,5 +152,5 @@ NEMOTRON_H = Family(
         stacked_experts={"mixer.experts.up_proj": ("up_proj",), "mixer.experts.down_proj": ("down_proj",)},
         left_out=("mtp.",),
     ),
-    notes=f"drafts (`mtp`) are left out; Nemotron 3 Super and Ultra {reading.ON_OPERATORS}",
+    notes="drafts (`mtp`) are left out",
 )

@@ -30,7 +30,7 @@ from ..specs.recurrent import RecurrentSpec
 DTYPES = ("float32", "bfloat16", "float16")
 LATENTS_NOTE = "the KV cache holds latents, not keys and values"
 ON_OPERATORS = "on CPUs by PyTorch's operators"
-INDEXER_NOTE = f"{LATENTS_NOTE}, and keys of the indexer that chooses tokens; {ON_OPERATORS}"
+INDEXER_NOTE = f"{LATENTS_NOTE}, and keys of the indexer that chooses tokens"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

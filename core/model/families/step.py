@@ -228,7 +228,7 @@ STEP_3_7 = Family(
         "num_nextn_predict_layers": 0,
     },
     replace(_NAMES, published=(_PUBLISHED,)),
-    notes=f"text only; draft layers after the last are left out; {reading.ON_OPERATORS}",
+    notes="text only; draft layers after the last are left out",
     nulls=(*_LIMITS, "num_sliding_attention_heads", "query_pre_attn_scalar", "moe_layers_enum", "per_layer_config"),
     shape=text_shape(128815, 4096, 11264, 45, 64),
 )

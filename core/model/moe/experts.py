@@ -29,15 +29,15 @@ from ....ops.elementwise.elementwise import (
     silu_and_mul,
 )
 from ....ops.gemm.narrow_weights import NarrowWeight
-from ....ops.library.native_descriptors import NativeActivation
+from ....ops.library.native_descriptors import NativeGating
 from ....ops.library.native_integers import IntegerPanels
 from ....ops.moe import expert_gemms
 from ....ops.moe.expert_gemms import Matrix, Panels, multiply_each
 from ....ops.moe.expert_tiles_schedule import ExpertLaunches
-from ....ops.moe.native_mixture import NativeGating, NativeMixture
+from ....ops.moe.native_mixture import NativeMixture
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
-from ..native_names import native_activation
+from ..native_names import native_gating
 from ..specs.feed_forward import (
     Activation,
     BoundedSwiglu,
@@ -131,7 +131,13 @@ class ExpertWeights(ABC):
         """
 
     def native(self, spec: Experts) -> NativeMixture | None:
-        """The same for the native library, router and all; None if something isn't packed for it."""
+        """The same for the native library, router and all; None if something isn't packed for it. Experts of latents
+        come without the shared one.
+        """
+        return None
+
+    def native_shared(self, spec: Experts) -> NativeMixture | None:
+        """Likewise, the shared expert alone."""
         return None
 
 
@@ -164,40 +170,29 @@ def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | 
     raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
 
 
-def native_gating(activation: ExpertActivation) -> NativeGating | None:
+def gating_of(activation: ExpertActivation) -> NativeGating | None:
     """What becomes of gate and up in the native library; None: it does not compute that."""
-    if isinstance(activation, ClampedSwiglu):
-        return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
-    if isinstance(activation, BoundedSwiglu) or activation is UngatedActivation.XIELU:  # which have parameters
-        return None
-    found = native_activation(activation)
-    return None if found is None else NativeGating(found)
+    return None if activation is UngatedActivation.XIELU else native_gating(activation)  # which has parameters
 
 
 def what_native_lacks(spec: Experts) -> str | None:
     """Return why the native library can't compute a mixture; None if it can."""
     if spec.sees:
         return "mixture with experts of images"
-    if spec.latent is not None:
-        return "mixture of experts of latents"
     return what_kernels_lack(spec)
 
 
 def what_kernels_lack(spec: Experts) -> str | None:
     """Why the native kernels can't compute a mixture; None if they can."""
-    if spec.routing.logits_factor != 1:
-        return "factor of a router's logits"
-    if spec.routing.groups > 1 and spec.routing.other_score == 0:
-        return "score of experts outside of kept groups"
     if spec.has_sum_bias:
         return "mixture with a bias of its sum"
-    if spec.idle:
-        return "mixture with experts that give their input back"
     if spec.skips:
         return "mixture with an expert that gives nothing"
-    if spec.shared_activation not in (None, spec.activation):
-        return f"mixture of experts with {spec.activation}, whose shared expert has {spec.shared_activation}"
-    return None if native_gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
+    shared = spec.shared_activation or spec.activation
+    if isinstance(shared, UngatedActivation) == spec.is_gated:
+        return f"mixture of experts with {spec.activation}, whose shared expert has {shared}"
+    lacking = next((each for each in (spec.activation, shared) if gating_of(each) is None), None)
+    return None if lacking is None else f"mixture of experts with {lacking}"
 
 
 class ExpertKernels(StrEnum):

@@ -29,8 +29,8 @@ from .experts import (
     ExpertWeights,
     SharedOutputs,
     choose,
+    gating_of,
     lora_of,
-    native_gating,
     sorted_by_expert,
     through,
     unpacked,
@@ -62,6 +62,14 @@ class ListedExperts(ExpertWeights, ListedWeights):
     """Of each expert `[hidden]`."""
 
     _native: tuple[Experts, NativeMixture] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def native_shared(self, spec: Experts) -> NativeMixture | None:
+        """See `ExpertWeights.native_shared`."""
+        gating = gating_of(spec.shared_activation or spec.activation)
+        packed = _packed_natively([self.shared_gate_up]), _packed_natively([self.shared_down])
+        if gating is None or not all(packed):
+            return None
+        return NativeMixture(None, NativeExperts([], []), Routing(0), gating, shared=NativeExperts(*packed))
 
     def native(self, spec: Experts) -> NativeMixture | None:
         """Made once."""
@@ -160,13 +168,16 @@ class ListedExperts(ExpertWeights, ListedWeights):
 
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
-    routing, gating, router = spec.routing, native_gating(spec.activation), experts.router
+    routing, gating, router = spec.routing, gating_of(spec.activation), experts.router
     if gating is None or what_kernels_lack(spec) is not None:
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
-    if not isinstance(router, Panels) or not gate_up or not down or (spec.shared_size and not all(shared)):
+    has_shared = bool(spec.shared_size) and spec.latent is None
+    if not isinstance(router, Panels) or not gate_up or not down or (has_shared and not all(shared)):
         return None
+    eps = None if spec.latent is None else spec.latent.eps
+    out_norm = None if eps is None or experts.out_norm is None else (1 + experts.out_norm, eps)
     return NativeMixture(
         router,
         NativeExperts(gate_up, down, experts.gate_up_bias, experts.down_bias),
@@ -175,8 +186,10 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
         router_bias=experts.router_bias,
         correction=experts.correction,
         factors=experts.factors,
-        shared=NativeExperts(*shared) if spec.shared_size else None,
+        shared=NativeExperts(*shared) if has_shared else None,
         shared_gate=experts.shared_gate,
+        shared_gating=None if spec.shared_activation is None else gating_of(spec.shared_activation),
+        out_norm=out_norm,
     )
 
 

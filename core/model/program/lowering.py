@@ -15,6 +15,9 @@ from .native_buffers import Buffers, columns_of
 from .native_registers import Held, Registers, Value
 from .op import NoNativeOp, Op, Read, name_of
 
+#: The number of no layer: ops are of the model's ends.
+OF_ENDS = -1
+
 
 class Lowering:
     """Lists a layer's ops for the library: each lists itself, and says which others are done with it."""
@@ -22,13 +25,15 @@ class Lowering:
     def __init__(
         self, index: int, ops: Sequence[Op], registers: Registers, table: Projections, has_ranks: bool
     ) -> None:
-        self.index, self._table, self._has_ranks = index, table, has_ranks
+        self.index, self._table, self.has_ranks = index, table, has_ranks
         self.ops = ops
         """Those of the layer."""
         self.done: set[int] = set()
         """Numbers of ops that others have listed."""
         self.stream = registers.stream
         """The residual stream."""
+        self.lasting = {each.value.name: each.value for each in registers.lasting}
+        """What outlives layers, by name."""
         self._buffers = Buffers(self.ops, [each.value for each in registers.lasting], self._width)
         self._found: list[NativeOp] = []
         if index == 0 and registers.embedded is not None:
@@ -37,15 +42,20 @@ class Lowering:
         self._rounded: dict[Value, Held] = {}
         self._routed: Value | None = None
         self._number = 0
-        self._has_arrived = index == 0  # every step waits for the first layer before its embeddings
+        self._has_arrived = index <= 0  # every step waits for the first layer before its embeddings
 
     def run(self, number: int) -> list[NativeOp]:
         """The ops. number: of the model's products before them."""
         self._number = number
-        for at, op in enumerate(self.ops):
-            if at not in self.done:
-                op.native(self, at)
+        for at in range(len(self.ops)):
+            self.list_op(at)
         return self._found
+
+    def list_op(self, at: int) -> None:
+        """List an op, unless it is listed."""
+        if at not in self.done:
+            self.done.add(at)
+            self.ops[at].native(self, at)
 
     # ---- what is listed
 
@@ -54,8 +64,8 @@ class Lowering:
         self._found.append(NativeOp(kind, arguments))
 
     def emit_behind(self, held: Held, kind: str, **arguments: Any) -> None:
-        """List an op right behind the one that has made a value."""
-        made = next(i for i, each in enumerate(self._found) if each.arguments.get("out") == held)
+        """List an op right behind the last one that has made a part of a value."""
+        made = max(i for i, each in enumerate(self._found) if each.arguments.get("out") == held)
         self._found.insert(made + 1, NativeOp(kind, arguments))
 
     def give(self, at: int, emit: Callable[[Held, bool], None], *, adds: bool = False) -> None:
@@ -72,7 +82,7 @@ class Lowering:
         if added:
             self.done.add(last + 1)
         out = self.stream if added else Held(value)
-        if not reduced or not self._has_ranks:
+        if not reduced or not self.has_ranks:
             emit(out, added)
             return
         emit(Held(Value(value.name, value.width), "Shared"), False)
@@ -123,17 +133,22 @@ class Lowering:
             self._rounded[held.value] = to
         return to
 
-    def held(self, at: int, read: Read) -> Held:
-        """The buffer that an op reads, in float32."""
-        return Held(self._buffers.reads[at][name_of(read)])
+    def held(self, at: int, read: Read, memory: str = "Float") -> Held:
+        """The buffer that an op reads, in a kind of memory."""
+        return Held(self._buffers.reads[at][name_of(read)], memory)
 
     def held_as(self, value: Value, memory: str = "Float") -> Held:
         """A value in a kind of memory."""
         return Held(value, memory)
 
-    def written(self, at: int) -> Value:
-        """What an op writes first."""
-        return next(iter(self._buffers.writes[at].values()))
+    def temporary(self, name: str, width: int) -> Held:
+        """Memory for what ops of the library hand over to the next ones alone."""
+        return Held(Value(name, width))
+
+    def written(self, at: int, write: str | None = None) -> Value:
+        """What an op writes: what it writes first, if no buffer is named."""
+        found = self._buffers.writes[at]
+        return next(iter(found.values())) if write is None else found[write]
 
     def out(self, value: Value) -> Held:
         """Where an op of rows writes a value: as products read it if they alone do."""
@@ -171,6 +186,17 @@ class Lowering:
 
     # ---- products
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._table.layers)
+
+    def model_product(self, role: Role) -> tuple[int, int, int]:
+        """The module of a product of the model's own, its inputs and outputs."""
+        module = self._table.of_role(role)
+        assert module is not None, "the table has the model's own products"
+        return module, *self._table.dims_of(module)
+
     def gemm_shape(self, product: str) -> tuple[int, GemmShape]:
         """The shape of one of the layer's products, and its number among a model's."""
         number = self._table.gemm_shape_of[self.index][product]
@@ -186,6 +212,6 @@ class Lowering:
         ((module, _, _),) = self._table.columns(self.index, Role.KV_UP)
         return module
 
-    def _width(self, op: Op, own: Mapping[str, Value]) -> int:
+    def _width(self, op: Op, write: str, own: Mapping[str, Value]) -> int:
         """Columns of what an op writes."""
-        return op.columns([columns_of(read, own[name_of(read)])[1] for read in op.reads], self)
+        return op.columns_of(write, [columns_of(read, own[name_of(read)])[1] for read in op.reads], self)

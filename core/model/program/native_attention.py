@@ -12,7 +12,9 @@ import torch
 from ....ops.library.native_descriptors import NativeHeadNorm, NativeOutputGate
 from ....ops.library.native_model import LatentShape
 from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec, OutputGate
+from ..specs.indexer import BlockIndexerSpec
 from ..specs.norms import NormSpec
+from ..specs.rope_config import RopeConfig
 from .native_binding import Late, LayerBinding, score_scale, weight_of
 from .op import NoNativeOp
 
@@ -53,17 +55,31 @@ def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
         "v_scale": lambda at: at.kv_scales.v,
         "sinks": weight_of("sinks"),
         "slopes": weight_of("slopes"),
+        **({} if mixer.block_indexer is None else _blocks(mixer, mixer.block_indexer)),
         **_norms(mixer),
         **_positions(mixer),
     }
+
+
+def _blocks(mixer: AttentionSpec, indexer: BlockIndexerSpec) -> dict[str, int]:
+    """The arguments of attention to chosen blocks."""
+    if mixer.blocks:
+        raise NoNativeOp("blocks of tokens that see each other, of which an indexer chooses some")
+    sizes = {"block": indexer.block, "top_k": indexer.top_k}
+    return {**sizes, "behind": mixer.kv_shape.head_dim - mixer.head_dim}
 
 
 def latent_arguments(mixer: AttentionSpec, latent: LatentSpec, module: int) -> dict[str, Any]:
     """The arguments of ops over latents besides registers. module: the id of kv_b_proj."""
     if mixer.blocks:
         raise NoNativeOp("blocks of tokens that see each other, over latents")
+    further: dict[str, Any] = {} if mixer.indexer is None else {"behind": mixer.indexer.kept_dim}
+    if mixer.top_k is not None:
+        further["top_k"] = mixer.top_k
     if mixer.window is not None:
-        raise NoNativeOp("attention window over latents")
+        further["window"] = mixer.window
+    if mixer.sinks:
+        further["sinks"] = weight_of("sinks")
     return {
         "heads": mixer.num_heads,
         "kv_rank": latent.kv_rank,
@@ -79,8 +95,29 @@ def latent_arguments(mixer: AttentionSpec, latent: LatentSpec, module: int) -> d
         "plane": lambda at: at.plane,
         "kv_up": weight_of("kv_up"),
         "bias": weight_of("kv_up_bias"),
+        **further,
         **_positions(mixer),
     }
+
+
+def rotation_of(rope: RopeConfig) -> dict[str, Any]:
+    """The arguments of ops that rotate heads."""
+    return {
+        "rotary_dim": lambda at: at.tables.angles[rope][0].shape[1],
+        "cos": lambda at: at.tables.angles[rope][0],
+        "sin": lambda at: at.tables.angles[rope][1],
+    }
+
+
+def index_keys(mixer: AttentionSpec) -> dict[str, Any]:
+    """Where pages keep the keys of an attention's indexer."""
+    own = {"page_group": lambda at: at.page_group, "page_layer": lambda at: at.page_layer}
+    shape, first = mixer.kv_shape, mixer.head_dim
+    parts, dim = (1, mixer.indexer.kept_dim) if mixer.indexer is not None else (2, 0)
+    if mixer.block_indexer is not None:
+        dim = mixer.block_indexer.key_dim
+    sizes = {"parts": parts, "heads": shape.heads, "stride": shape.head_dim, "first": first}
+    return {**own, **sizes, "piece": shape.head_dim - first, "dim": dim}
 
 
 def latent_shape(mixer: AttentionSpec, latent: LatentSpec) -> LatentShape:
@@ -107,8 +144,7 @@ def _positions(mixer: AttentionSpec) -> dict[str, Any]:
     rope, growth = mixer.rope, mixer.query_growth
     found: dict[str, Any] = {}
     if rope is not None:
-        found["rotary_dim"] = lambda at: at.tables.angles[rope][0].shape[1]
-        found["cos"], found["sin"] = lambda at: at.tables.angles[rope][0], lambda at: at.tables.angles[rope][1]
+        found |= rotation_of(rope)
     if growth is not None:
         found["query_factors"] = lambda at: at.tables.growths[growth]
     return found

@@ -40,13 +40,15 @@ class Tables:
     """Rows behind those of positions, for tokens of a step whose positions differ between axes."""
 
     @classmethod
-    def of(cls, layers: Sequence[LayerSpec], positions: int, spare: int = 0) -> Tables:
-        """Those that the layers need."""
+    def of(
+        cls, layers: Sequence[LayerSpec], positions: int, spare: int = 0, factors: torch.Tensor | None = None
+    ) -> Tables:
+        """Those that the layers need. factors: learned ones of frequencies; see `RopeConfig.is_learned`."""
         mixers = [layer.attention for layer in layers if layer.attention is not None]
         growths = dict.fromkeys(mixer.query_growth for mixer in mixers if mixer.query_growth is not None)
         return cls(
             positions,
-            {rope: _angles(rope, positions, spare) for rope in ropes_of(layers)},
+            {rope: _angles(rope, positions, spare, factors) for rope in ropes_of(layers)},
             {growth: growth.factors(positions) for growth in growths},
             spare,
         )
@@ -66,9 +68,13 @@ class Tables:
         return positions.index_copy(0, axes.places, made)
 
 
-def _angles(rope: RopeConfig, positions: int, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(
+    rope: RopeConfig, positions: int, spare: int, factors: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     own = {"factor": rope.attention_factor, "interleaved": rope.interleaved}
-    return rotary_table(rope.angles(positions), positions + spare, **own)
+    angles = rope.angles(positions)
+    angles = angles if factors is None or not rope.is_learned else angles * factors
+    return rotary_table(angles, positions + spare, **own)
 
 
 @dataclass(slots=True)

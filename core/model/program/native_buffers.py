@@ -15,13 +15,13 @@ class Buffers:
     """What each op of a list reads and writes: names are bound anew by each write but for those in place."""
 
     def __init__(
-        self, ops: Sequence[Op], lasting: Sequence[Value], widths: Callable[[Op, Mapping[str, Value]], int]
+        self, ops: Sequence[Op], lasting: Sequence[Value], widths: Callable[[Op, str, Mapping[str, Value]], int]
     ) -> None:
-        """lasting: the residual stream, and what else is there before a layer."""
+        """lasting: the residual stream, and what else outlives layers."""
         self.reads: list[dict[str, Value]] = []
         self.writes: list[dict[str, Value]] = []
         self.readers: dict[Value, list[Op]] = {}
-        names = {each.name: each for each in lasting}
+        names, outlive = {each.name: each for each in lasting}, {each.name: each for each in lasting}
         for op in ops:
             check_native(op)
             own = {name: _known(names, name, op) for name in map(name_of, op.reads)}
@@ -31,7 +31,8 @@ class Buffers:
             written = {}
             for name in op.writes:
                 keeps = name in own and op.is_in_place
-                names[name] = written[name] = own[name] if keeps else Value(name, widths(op, own))
+                value = own[name] if keeps else outlive.get(name) or Value(name, widths(op, name, own))
+                names[name] = written[name] = value
             self.writes.append(written)
 
 

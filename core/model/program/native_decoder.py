@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ....ops.library import native_integers, native_library, native_model
 from ....ops.library.native_program import NativeOp
 from ....ops.lora.merge import merge
 from ....ops.lora.sgmv import AdapterRows, Segments
+from ....ops.moe.native_mixture import NativeMixture
 from ....ops.ranks.ranks import Ranks
 from ....ops.sampling.sampling import RowSamplingParams
 from ...requests.types import CannotMerge
@@ -32,8 +33,10 @@ from ..native_names import native_norm
 from ..paged_states import PagedStates
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
+from ..specs.feed_forward import Experts
 from ..specs.layers import LayerSpec, has_axes
 from ..specs.recurrent import RecurrentSpec
+from ..weights.end_weights import around_weights
 from ..weights.kept_weights import expert_packs
 from ..weights.layer_weights import LayerWeights
 from ..weights.shadow import INPUTS_ARE_ROUNDED
@@ -41,20 +44,19 @@ from ..weights.slot import Keep, Slot
 from ..weights.slots import EXPERTS
 from ..weights.weight_plan import PACKED
 from ..weights.weights import Weights
-from .ends import cap_of, end_programs
+from .ends import cap_of, end_gemms, end_programs
 from .native_attention import latent_shape
-from .native_binding import Tables, layer_bindings
+from .native_binding import LayerBinding, Tables, layer_bindings
 from .native_buffers import check_native
 from .native_program import NativeProgram
 from .op import NoNativeOp
+from .ops.embed import EmbedMedia
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    try:
-        _program(config)
-    except NoNativeOp as error:
-        return f"it has no {error}, and this model has it"
+    if (lack := why_lacking(config)) is not None:
+        return f"it has no {lack}, and this model has it"
     pair = 4 // dtype.itemsize
     inner = _rows_of_weights(config)
     if reason := native_library.why_unavailable(dtype):
@@ -65,11 +67,24 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
+def why_lacking(config: ModelConfig) -> str | None:
+    """What a model, or a rank's share, has that the native library does not compute; None: it computes all."""
+    try:
+        _program(config)
+    except NoNativeOp as error:
+        return str(error)
+    return None
+
+
 def _rows_of_weights(config: ModelConfig) -> list[int]:
     """Widths of rows of the model's matrices."""
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
-    inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
-    inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
+    gemms = (shape.inputs for shape in config.projections.gemm_shapes)
+    own = (size for it in config.attention_shapes for size in _inputs_of(it))
+    inner = sorted({config.hidden_size, *parts, *own, *gemms})
+    experts = [layer.experts for layer in config.layers if layer.experts is not None]
+    inner += [size for it in experts for size in (it.size, it.shared_size)]
+    inner += [it.latent.size for it in experts if it.latent is not None]
     if (recurrent := config.recurrent) is not None:
         inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
         inner += [] if recurrent.inner is None else [recurrent.inner.rank]
@@ -79,17 +94,33 @@ def _rows_of_weights(config: ModelConfig) -> list[int]:
 def _program(config: ModelConfig) -> NativeProgram:
     """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
     of_share = config.num_ranks > 1
-    found = NativeProgram(config.programs, config.hidden_size, config.projections, has_ranks=of_share)
-    for op in (*(ends := end_programs(config)).before, *ends.behind):
+    ends = end_programs(config)
+    for op in ends.embed:
         check_native(op)
+    media = tuple(op for op in ends.embed if isinstance(op, EmbedMedia))
+    if media and ends.embed[-1:] != media:
+        raise NoNativeOp("embeddings of images and sound to which something else is done")
+    found = NativeProgram(
+        config.programs,
+        config.hidden_size,
+        config.projections,
+        has_ranks=of_share,
+        lasting=ends.lasting,
+        before=media + ends.inputs + ends.split,
+        behind=ends.join,
+    )
+    if not config.has_last_norm:
+        raise NoNativeOp("final states without a norm")
     return found
 
 
 def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
-    """Rows of the weights that attention has besides its input GEMM."""
+    """Rows of what attention multiplies with besides its input GEMM: weights, and keys of an indexer."""
+    indexer = mixer.indexer or mixer.block_indexer
+    own = () if indexer is None else (indexer.key_dim,)
     if (latent := mixer.latent) is None:
-        return (mixer.out_size,)
-    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
+        return (mixer.out_size, *own)
+    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank, *own
 
 
 class NativeDecoderModel:
@@ -120,8 +151,10 @@ class NativeDecoderModel:
                 layer[EXPERTS] = keep(experts)
         self._mixtures = _native_mixtures(config, self.layers)
         spare = image_tokens if has_axes(config.layers) else 0
-        self._tables, self._kv_scales = Tables.of(config.layers, max_model_len, spare), kv_scales
+        self._tables = Tables.of(config.layers, max_model_len, spare, weights.rope_factors())
+        self._kv_scales = kv_scales
         self._program, self._layout = _program(config), arena.layout
+        self._ends = _native_ends(config, weights, packed)
         self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]
         head = weights.quantised_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
@@ -264,7 +297,7 @@ class NativeDecoderModel:
         bindings = layer_bindings(
             self.config.layers, layers, self._tables, self._layout, self._kv_scales, self._mixtures, self._planes
         )
-        return self._program.ops(bindings)
+        return self._program.ops(bindings, LayerBinding(self._ends, self._tables))
 
     def close(self) -> None:
         self._decoder.close()
@@ -278,9 +311,19 @@ def _native_mixtures(config: ModelConfig, layers: Sequence[LayerWeights]) -> lis
         if spec.experts is None:
             found.append(None)
             continue
-        if (weights := layer[EXPERTS].native(spec.experts)) is None:
-            raise RuntimeError(f"the native library has not packed all matrices of {spec.experts}")
-        found.append(native_model.LayerMixture(weights, own.described()))
+        alone = None
+        if spec.experts.latent is not None and spec.experts.shared_size:
+            own, of_shared = own.split_shared()
+            shared = _packed(layer[EXPERTS].native_shared, spec.experts)
+            alone = native_model.LayerMixture(shared, of_shared.described())
+        weights = _packed(layer[EXPERTS].native, spec.experts)
+        found.append(native_model.LayerMixture(weights, own.described(), alone))
+    return found
+
+
+def _packed(make: Callable[[Experts], NativeMixture | None], spec: Experts) -> NativeMixture:
+    if (found := make(spec)) is None:
+        raise RuntimeError(f"the native library has not packed all matrices of {spec}")
     return found
 
 
@@ -301,6 +344,19 @@ def _native_recurrent(
             draft_page=bindings.first_draft_page,
         ),
     )
+
+
+def _native_ends(config: ModelConfig, weights: Weights, packed: PackedWeights) -> LayerWeights:
+    """What ops of the model's ends read: packed matrices and the table of further inputs as they are, everything else
+    in float32.
+    """
+    found = around_weights(config, weights, packed.add, torch.device("cpu"))
+    if config.layer_inputs is not None:
+        found["input_table"], found["inputs"], found["inputs_norm"] = weights.layer_inputs(packed.add)
+    if config.media:
+        found["media"] = weights.media()
+    kept = {"input_table", "media", *(slot for slot, _ in end_gemms(config))}
+    return LayerWeights({name: part if name in kept else part.float() for name, part in found.items()})
 
 
 class PackedWeights:

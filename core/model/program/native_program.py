@@ -8,16 +8,16 @@ Tests: tests/core/model/program/test_native_ops.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ....memory.pages.projections import Projections
 from ....ops.library.native_program import NativeOp
-from .layer_program import LayerProgram
-from .lowering import Lowering
+from .layer_program import Kept, LayerProgram
+from .lowering import OF_ENDS, Lowering
 from .native_binding import LayerBinding, filled
 from .native_registers import Registers
-from .op import EMBEDDED
+from .op import Op, name_of
 from .ops.spans import Begin, End
 
 
@@ -31,27 +31,49 @@ class NativeProgram:
         table: Projections,
         *,
         has_ranks: bool = False,
+        lasting: Iterable[Kept] = (),
+        before: Sequence[Op] = (),
+        behind: Sequence[Op] = (),
     ) -> None:
         """hidden: width of the residual stream. table: of the layers' projections. has_ranks: the layers are one TP
-        rank's shares, whose outputs are summed.
+        rank's shares, whose outputs are summed. lasting: buffers that may outlive layers. before, behind: ops of
+        the model's ends, between embeddings and layers, and between layers and the last norm.
 
         Raises NoNativeOp.
         """
-        keeps = any(EMBEDDED in op.reads for layer in layers for op in layer.ops)
-        self._registers, self._ops = Registers(hidden, keeps_embeddings=keeps), []
+        earlier = set[str]().union(*map(_of_earlier, (*(layer.ops for layer in layers), behind)))
+        self._registers, self._ops = Registers(hidden, (each for each in lasting if each.name in earlier)), []
+        self.before = self._listed(OF_ENDS, before, table, 0, has_ranks=has_ranks)
         number = 0
         for index, layer in enumerate(layers):
-            ops = [op for op in layer.ops if not isinstance(op, Begin | End)]
-            lowering = Lowering(index, ops, self._registers, table, has_ranks)
-            listed = self._registers.placed(lowering.run(number))
+            listed = self._listed(index, layer.ops, table, number, has_ranks=has_ranks)
             number += sum(op.kind in ("Gemm", "GateUp") for op in listed)
             self._ops.append(listed)
+        self.behind = self._listed(OF_ENDS, behind, table, number, has_ranks=has_ranks)
+
+    def _listed(
+        self, index: int, ops: Iterable[Op], table: Projections, number: int, *, has_ranks: bool
+    ) -> list[NativeOp]:
+        own = [op for op in ops if not isinstance(op, Begin | End)]
+        return self._registers.placed(Lowering(index, own, self._registers, table, has_ranks).run(number))
 
     @property
     def registers(self) -> Sequence[Any]:
         """What ops read and write."""
         return self._registers.all
 
-    def ops(self, bindings: Sequence[LayerBinding]) -> list[NativeOp]:
-        """All layers' ops, with the weights of these bindings."""
-        return [filled(op, at) for ops, at in zip(self._ops, bindings, strict=True) for op in ops]
+    def ops(self, bindings: Sequence[LayerBinding], ends: LayerBinding | None = None) -> list[NativeOp]:
+        """All ops, with the weights of these bindings. ends: of the model's ends, where these have ops."""
+        found = [filled(op, at) for ops, at in zip(self._ops, bindings, strict=True) for op in ops]
+        if ends is None:
+            return found
+        return [*(filled(op, ends) for op in self.before), *found, *(filled(op, ends) for op in self.behind)]
+
+
+def _of_earlier(ops: Iterable[Op]) -> set[str]:
+    """Buffers that a layer reads before it writes them."""
+    found, written = set[str](), set[str]()
+    for op in ops:
+        found |= set(map(name_of, op.reads)) - written
+        written |= set(op.writes)
+    return found

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ....ops.library.native_program import NativeOp, Register
+from .layer_program import Kept
 from .op import EMBEDDED, STREAM
 
 #: Kinds of ops that work on each token by itself: what they write may lie where they read.
@@ -37,15 +39,16 @@ class Held:
 class Registers:
     """The registers of a model, which all layers share: of each kind of memory and width as many as live at once."""
 
-    def __init__(self, hidden: int, *, keeps_embeddings: bool = False) -> None:
+    def __init__(self, hidden: int, lasting: Iterable[Kept] = ()) -> None:
+        """lasting: what outlives layers beside the residual stream."""
         self.stream = Held(Value(STREAM, hidden))
         """The residual stream, in the first register."""
 
-        self.embedded = Held(Value(EMBEDDED, hidden)) if keeps_embeddings else None
-        """The embeddings, in the second one, where layers read them again."""
-
-        self.lasting = [each for each in (self.stream, self.embedded) if each is not None]
+        self.lasting = [self.stream, *map(_lasting, lasting)]
         """What outlives a layer, in the first registers."""
+
+        self.embedded = next((each for each in self.lasting if each.value.name == EMBEDDED), None)
+        """The embeddings, where layers read them again."""
 
         self.all = list(map(_register, self.lasting))
 
@@ -93,6 +96,10 @@ class _Lives:
         for each in held:
             if self._last[each] == at and each in self._numbers:
                 self._free.setdefault(_register(each), []).insert(0, self._numbers.pop(each))
+
+
+def _lasting(kept: Kept) -> Held:
+    return Held(Value(kept.name, prod(kept.shape)), "Indices" if kept.is_index else "Float")
 
 
 def _register(held: Held) -> Register:

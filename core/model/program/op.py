@@ -116,6 +116,11 @@ class Op:
         """Columns of what it writes, in the native decoder. given: those of what it reads."""
         return given[0]
 
+    def columns_of(self, write: str, given: Sequence[int], to: Lowering) -> int:
+        """Likewise, of one of several buffers that it writes."""
+        del write
+        return self.columns(given, to)
+
     def formula(self) -> str:
         """It as `q, gates ← heads in`, for people."""
         words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in type(self).__name__)

@@ -26,9 +26,7 @@ from ..config_json import UnsupportedModel
 from ..program.layer_program import LayerProgram
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
-from .gated_streams import GatedStreamsSpec
-from .hyper_connections import HyperConnectionSpec
-from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec, ropes_of
+from .layers import LayerInputSpec, LayerSpec, MediaTokens, ResidualStreams, ropes_of
 from .ngrams import NgramSpec
 from .norms import NormSpec
 from .positions import PositionTable
@@ -313,7 +311,7 @@ class ModelConfig:
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @property
-    def streams(self) -> StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None:
+    def streams(self) -> ResidualStreams | None:
         """The streams of the residual, in all layers; None where it is one."""
         return self.layers[0].streams
 

@@ -16,6 +16,7 @@ from .recurrent import MixerTensor, RecurrentSpec
 if TYPE_CHECKING:
     import torch
 
+    from ....ops.library.native_model import NativeShape
     from ....ops.mixers.recurrent import RecurrentWeights
 
 #: The most channels of a block, of which a state has a part each.
@@ -115,6 +116,14 @@ class HeadedScanSpec(RecurrentSpec):
     def why_not(self, size: int) -> str | None:
         """See `RecurrentSpec.why_not`."""
         return f"the number of Mamba's heads, {self.num_heads}," if self.num_heads % size else None
+
+    def native_shape(self) -> NativeShape:
+        """Heads of v are blocks of channels."""
+        from ....ops.library.native_model import NativeMixer, NativeShape
+
+        blocks, state, block = self.recurrent_shape
+        sizes = 0, blocks, state, block, self.conv_size
+        return NativeShape(NativeMixer.HEADED_SCAN, *sizes, 0.0, scan_heads=self.num_heads, scan_rank=self.rank)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

@@ -18,12 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
-from .gated_streams import GatedStreamsSpec
-from .hyper_connections import HyperConnectionSpec
 from .ngrams import NgramSpec
 from .norms import Norms
 from .recurrent import RecurrentSpec
@@ -73,29 +71,17 @@ class MediaTokens:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class StreamsSpec:
-    """The residual is several streams of one width: a layer computes one of them, and predicts and corrects the others
-    (AltUp, arXiv 2301.13310; Gemma 3n). See `streams`.
-    """
+class ResidualStreams(Protocol):
+    """A residual of several streams of one width."""
 
-    count: int
-
-    active: int
-    """The stream that layers compute."""
-
-    rank: int
-    """Width between the two matrices of what a layer adds beside attention, `n + norm(up(down(n)))` of attention's
-    input n (LAuReL, arXiv 2411.07501).
-    """
-
-    scaled: bool = True
-    """The active stream is multiplied by learned numbers where it gates the layer's further input."""
+    @property
+    def count(self) -> int:
+        """Streams."""
+        ...
 
     def num_weights(self, hidden: int, layers: int) -> int:
-        """Weights of the model's own matrices."""
-        del layers
-        return 2 * (self.count - 1) * hidden**2
+        """Weights of matrices that make, mix and join them, besides projections."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -157,7 +143,7 @@ class LayerSpec(ABC):
         return None if isinstance(self.feed_forward, Experts) else self.feed_forward
 
     @property
-    def streams(self) -> StreamsSpec | HyperConnectionSpec | GatedStreamsSpec | None:
+    def streams(self) -> ResidualStreams | None:
         """Several residual streams; None: the residual is one stream."""
         return None
 

@@ -253,7 +253,7 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def no_native(self) -> str | None:
         """See `RecurrentSpec.no_native`."""
-        return "decays with a bound" if self.bound else "gates of sigmoids" if self.sigmoid_gates else None
+        return "gates of sigmoids" if self.sigmoid_gates else None
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
@@ -335,9 +335,8 @@ class GatedDeltaSpec(RecurrentSpec):
         from ....ops.library.native_model import NativeMixer, NativeShape
 
         heads, dims = (self.num_k_heads, self.num_v_heads), (self.k_dim, self.v_dim)
-        return NativeShape(
-            NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta, by_channel=self.by_channel
-        )
+        own = {"by_channel": self.by_channel, "bound": self.bound}
+        return NativeShape(NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta, **own)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

@@ -50,6 +50,11 @@ def end_weights(
     if config.layer_inputs is not None:
         rows, found["inputs"], norm = weights.layer_inputs(kept)
         found |= {"input_table": rows.to(device), "inputs_norm": moved_norm(norm, config.norm, device, dtype)}
-    own = ((slot, value) for slot, value in weights.ends(kept).items())
+    return found | around_weights(config, weights, kept, device)
+
+
+def around_weights(config: ModelConfig, weights: Weights, kept: Pack | None, device: torch.device) -> LayerWeights:
+    """What layers have before all of them, and behind."""
     whole = {slot.name for slot in end_slots(config) if slot.keep is Keep.WHOLE}
-    return found | {name: value if name in whole else value.to(device) for name, value in own}
+    own = weights.ends(kept).items()
+    return {name: value if name in whole else value.to(device) for name, value in own}

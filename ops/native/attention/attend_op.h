@@ -72,7 +72,8 @@ class Attention {
         const Heads& heads = w.heads;
         const Rows<float> y = registers_.floats(w.x);
         const Rows<X> q = registers_.rounded(w.q), out = registers_.rounded(w.out);
-        const int64_t plane = (int64_t)m_.block_tokens * heads.kv_size();
+        const int head_stride = heads.dim + w.behind;
+        const int64_t plane = (int64_t)m_.block_tokens * heads.kv * head_stride;
         P* keys = (P*)m_.arena + 2 * w.page_layer * plane;
         const PagedCache<P> cache{keys,
                                   keys + plane,
@@ -81,6 +82,7 @@ class Attention {
                                   m_.page_groups,
                                   heads.kv,
                                   heads.dim,
+                                  head_stride,
                                   heads.count / heads.kv,
                                   w.scale * w.k_scale,
                                   w.v_scale,
@@ -101,8 +103,12 @@ class Attention {
             shape_of(heads).decodes.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                 const int row = unit.row;
                 rotate(row, unit.first, unit.heads);
-                attend_decode<P>(cache, unit, q[row], out[row], row_of(row), scratch_[me.thread],
-                                 next ? NextRead{row_of(next->row), next->first} : NextRead{});
+                if (w.chosen && step.kv_lens[row] > w.top_k)
+                    for (int h = unit.first; h < unit.first + unit.heads; h++)
+                        attend_chosen(cache, w, row, h, q, out, row_of(row), me.thread);
+                else
+                    attend_decode<P>(cache, unit, q[row], out[row], row_of(row), scratch_[me.thread],
+                                     next ? NextRead{row_of(next->row), next->first} : NextRead{});
                 gate(w, y[row], unit.first * cache.group, unit.heads * cache.group, out[row]);
             });
             return;
@@ -113,11 +119,31 @@ class Attention {
         });
         const BlockSight blocks{step.block_before, step.block_behind, (BlockMask)w.blocks};
         shape_of(heads).prompts.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
-            chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1], blocks,
-                              scratch_[me.thread]);
+            const KvRow row = row_of(unit.row);
+            const int row_end = step.qo_indptr[unit.row + 1], before = row.length - row_end + 1;
+            AttentionUnit whole = unit;  // tokens that attend to all that they see
+            if (w.chosen) whole.tokens = std::clamp(w.top_k - before - unit.token + 1, 0, unit.tokens);
+            if (whole.tokens) chorus::attend<P>(cache, whole, q, out, row, row_end, blocks, scratch_[me.thread]);
+            for (int t = unit.token + whole.tokens; t < unit.token + unit.tokens; t++)
+                attend_chosen(cache, w, t, unit.kv_head, q, out, KvRow{row.pages, before + t}, me.thread);
             for (int t = unit.token; t < unit.token + unit.tokens; t++)
                 gate(w, y[t], unit.kv_head * cache.group, cache.group, out[t]);
         });
+    }
+
+    // Attention of a token's queries of a K/V head to the blocks that are chosen for them. row: up to the token.
+    template <class P>
+    void attend_chosen(const PagedCache<P>& cache, const AttendOp& w, int token, int kv_head, Rows<const X> q,
+                       Rows<X> out, const KvRow& row, int thread) {
+        AttentionScratch& own = scratch_[thread];
+        const int top = w.top_k / w.block;
+        const int32_t* blocks = registers_.indices(w.chosen)[token] + kv_head * top;
+        own.chosen.clear();
+        for (int i = 0; i < top; i++)
+            for (int s = blocks[i] * w.block; s < std::min(row.length, (blocks[i] + 1) * w.block); s++)
+                own.chosen.push_back(s);
+        const KeyList list{own.chosen.data(), 0, (int)own.chosen.size()};
+        attend_decode<P>(cache, DecodeUnit{token, kv_head, 1}, q[token], out[token], row, own, NextRead{}, list);
     }
 
     // Norm all heads of q, and of k, of each token at once; of several ranks the heads of all of them.

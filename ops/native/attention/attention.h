@@ -8,10 +8,18 @@
 
 namespace chorus {
 
+// Some keys of a row, in place of those that a query sees: at these places, which rise, or `count` from `first` on. None where
+// `count` is 0.
+struct KeyList {
+    const int32_t* places;
+    int first, count;
+};
+
 // One layer of the paged KV cache, and how its queries attend: K or V of page p, token o, head h starts at
-// data + p·page_elems + (o·kv_heads + h)·head_dim.
+// data + p·page_elems + (o·kv_heads + h)·head_stride.
 //
 //   k, v        the planes: data of either
+//   head_stride elements from head to head: head_dim, unless something is kept behind each
 //   page_elems  elements from page to page, of both of all layers in it
 //   page_groups  entries of a block table from block to block
 //   group       query heads that share a K/V head
@@ -26,7 +34,7 @@ template <class T>
 struct PagedCache {
     T *k, *v;
     int64_t page_elems;
-    int block_tokens, page_groups, kv_heads, head_dim, group;
+    int block_tokens, page_groups, kv_heads, head_dim, head_stride, group;
     float scale, v_scale, softcap;
     int window;
     bool chunked;
@@ -40,7 +48,7 @@ struct PagedCache {
 
     // Elements from the beginning of a plane to a token's K/V head.
     int64_t at(int64_t page, int64_t offset, int kv_head) const {
-        return page * page_elems + (offset * kv_heads + kv_head) * head_dim;
+        return page * page_elems + (offset * kv_heads + kv_head) * head_stride;
     }
 
     // Find where tokens first … first+count-1 of a row lie in a plane.
@@ -49,11 +57,21 @@ struct PagedCache {
     //   pages  the row's block table, from the layer's page of the first block on
     //   out    [count]
     void locate(const T* plane, const int64_t* pages, int first, int count, const T** out) const {
-        const long step = (long)kv_heads * head_dim;
+        const long step = (long)kv_heads * head_stride;
         int offset = first % block_tokens;
         for (int s = 0, page = first / block_tokens; s < count; page++, offset = 0) {
             const T* at = plane + pages[(int64_t)page * page_groups] * page_elems + offset * step;
             for (const int end = std::min(count, s + block_tokens - offset); s < end; s++, at += step) out[s] = at;
+        }
+    }
+    // The same of keys first … first+count-1 of a list.
+    void locate(const T* plane, const int64_t* pages, const KeyList& list, int first, int count, const T** out) const {
+        if (!list.places) return locate(plane, pages, list.first + first, count, out);
+        const long step = (long)kv_heads * head_stride;
+        for (int s = 0; s < count; s++) {
+            const int place = list.places[first + s];
+            const int64_t page = pages[(int64_t)(place / block_tokens) * page_groups];
+            out[s] = plane + page * page_elems + place % block_tokens * step;
         }
     }
 };
@@ -61,7 +79,7 @@ struct PagedCache {
 // A row's tokens with K and V.
 struct KvRow {
     const int64_t* pages;  // block table, from the layer's page of the first block on
-    int length;            // tokens
+    int length;  // tokens
 };
 
 // Words of sixteen keys as columns: out[w] is word w of all sixteen; a word is a pair of bf16, or a float32, to which FP8 is
@@ -210,6 +228,7 @@ struct AttentionScratch {
     std::vector<const void*> places;
     std::vector<float> head;  // a key or value, before it is stored
     std::vector<float> value;  // a normed value
+    std::vector<int32_t> chosen;  // places of keys
 };
 
 }  // namespace chorus

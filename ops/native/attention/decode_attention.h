@@ -151,14 +151,16 @@ struct NextRead {
 //   row      its tokens
 //   scratch  memory of the thread
 //   next     what this thread reads afterwards
+//   list     the keys that it sees; then the unit is of one K/V head
 template <class T>
 inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const Act<T>* q, Act<T>* out, KvRow row,
-                          AttentionScratch& scratch, const NextRead& next) {
-    const int seen = cache.first(row.length), begin = seen / kLanes * kLanes, first = seen - begin;
-    const int kv_len = row.length - begin, group = cache.group;
+                          AttentionScratch& scratch, const NextRead& next, const KeyList& list = {}) {
+    const int seen = list.count ? 0 : cache.first(row.length), begin = seen / kLanes * kLanes, first = seen - begin;
+    const int kv_len = list.count ? list.count : row.length - begin, group = cache.group;
     const int next_begin = cache.first(next.row.length) / kLanes * kLanes;
     const int padded = (kv_len + kLanes - 1) / kLanes * kLanes, head_dim = cache.head_dim, queries = unit.heads * group;
-    const int columns = whole_columns(head_dim), together = std::min(kHeads, std::max(1, kQueries / group));
+    const int columns = whole_columns(head_dim);
+    const int together = cache.head_stride == head_dim ? std::min(kHeads, std::max(1, kQueries / group)) : 1;
     const int token_bytes = unit.heads * head_dim * (int)sizeof(T);
     const int ahead = std::max(1, 2 * (int)kPrefetchBytes / token_bytes),
               upcoming = std::min(ahead, next.row.length - next_begin);
@@ -167,10 +169,12 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
     scratch.places.resize(2 * kv_len + ahead + kLanes);
     const T** keys = (const T**)scratch.places.data();  // and V after them, then what comes next: the order of reading
     const T** values = keys + kv_len;
-    const long offset = (long)unit.first * head_dim;
-    cache.locate(cache.k + offset, row.pages, begin, kv_len, keys);
-    cache.locate(cache.v + offset, row.pages, begin, kv_len, values);
-    cache.locate(cache.k + (long)next.kv_head * head_dim, next.row.pages, next_begin, upcoming, values + kv_len);
+    const long offset = (long)unit.first * cache.head_stride;
+    const KeyList own = list.count ? list : KeyList{nullptr, begin, kv_len};
+    cache.locate(cache.k + offset, row.pages, own, 0, kv_len, keys);
+    cache.locate(cache.v + offset, row.pages, own, 0, kv_len, values);
+    cache.locate(cache.k + (long)next.kv_head * cache.head_stride, next.row.pages, next_begin, upcoming,
+                 values + kv_len);
     std::fill_n(keys, first, keys[first]);
     std::fill_n(values, first, values[first]);
     for (int s = upcoming; s < ahead + kLanes; s++) values[kv_len + s] = values[kv_len - 1];
@@ -193,11 +197,12 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
             }
         }
     };
-    const Rows<const Act<T>> queries_of{q + offset * group, head_dim};
-    const Rows<Act<T>> outs{out + offset * group, head_dim};
+    const long query = (long)unit.first * group * head_dim;
+    const Rows<const Act<T>> queries_of{q + query, head_dim};
+    const Rows<Act<T>> outs{out + query, head_dim};
     const Rows<float> scores{scratch.scores.data(), padded}, sums{scratch.sums.data(), columns};
     each(keys, [&](auto heads, auto rows, int s, int, int h, int i) {
-        key_scores<T, heads(), rows()>(queries_of.from(i), keys + s, (long)h * head_dim, scores.from(i, s));
+        key_scores<T, heads(), rows()>(queries_of.from(i), keys + s, (long)h * cache.head_stride, scores.from(i, s));
     });
     scratch.factors.resize(queries);
     float* factors = scratch.factors.data();
@@ -205,8 +210,8 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
         factors[i] = weights_of<Act<T>>(cache, scores[i], first, kv_len, padded, unit.first * group + i);
     const Rows<const Act<T>> weights{(const Act<T>*)scores.data, padded * (long)(sizeof(float) / sizeof(Act<T>))};
     each(values, [&](auto heads, auto rows, int s, int count, int h, int i) {
-        weighted_values<T, heads(), rows()>(weights.from(i, s), values + s, (long)h * head_dim, count, head_dim,
-                                            sums[i]);
+        weighted_values<T, heads(), rows()>(weights.from(i, s), values + s, (long)h * cache.head_stride, count,
+                                            head_dim, sums[i]);
     });
     for (int i = 0; i < queries; i++)
         for (int c = 0; c < head_dim; c += 2 * kLanes) {

@@ -28,11 +28,15 @@ struct LatentDesc {
     const float *cos, *sin;  // [positions, rotary_dim]
     const float* query_factors;  // [positions]; null: queries have none
     int64_t plane;  // elements from a page's beginning to the layer's latents
+    int32_t behind;  // elements that pages keep of a token behind its latent: an indexer's
+    int32_t top_k;  // the most tokens that a query attends to; 0: all that it sees
+    int32_t window;  // see AttendOp
+    const float* sinks;  // likewise
     const void*
         kv_up;  // each head's keys as panels of kv_rank outputs, then each head's values as panels of kv_rank inputs
     const float* bias;  // [heads · (key + value)]: of kv_b_proj's outputs; null: there is none
 
-    int dim() const { return kv_rank + rotated; }  // elements of what is kept of a token
+    int dim() const { return kv_rank + rotated; }  // elements of a token's latent and key
     int query() const { return key + rotated; }  // of a head's query
     int width() const { return key + value; }  // kv_b_proj's outputs of a head
     int out_size() const { return heads * value; }
@@ -141,12 +145,16 @@ inline void add_values(Rows<const X> p, int rows, const X* values, int keys, con
 //   row      its tokens, the unit's included
 //   row_end  the step's token behind the row's last
 //   own      memory of the thread
+//   list     the keys that they attend to; then the unit is of one token
 template <class T>
 inline void attend_latents(const PagedCache<T>& cache, int columns, const LatentUnit& unit, Rows<const Act<T>> q,
-                           Rows<Act<T>> out, KvRow row, int row_end, LatentScratch<Act<T>>& own) {
+                           Rows<Act<T>> out, KvRow row, int row_end, LatentScratch<Act<T>>& own,
+                           const KeyList& list = {}) {
     using X = Act<T>;
     const int heads = cache.group, head_dim = cache.head_dim, queries = unit.tokens * unit.heads;
-    const auto visible = [&](int t) { return row.length - (row_end - 1 - (unit.token + t)); };  // keys up to its own
+    const auto visible = [&](int t) {  // keys up to its own
+        return list.count ? list.count : row.length - (row_end - 1 - (unit.token + t));
+    };
     const auto row_of = [&](int t) { return (long)(unit.token + t) * heads + unit.head; };
     const int seen = visible(unit.tokens - 1), padded = (seen + kPanel - 1) / kPanel * kPanel;
     const int words = head_dim / Kind<X>::pair, panels = (columns + kPanel - 1) / kPanel;
@@ -162,7 +170,7 @@ inline void attend_latents(const PagedCache<T>& cache, int columns, const Latent
     const Rows<float> scores = rows_of(own.scores, padded), sums = rows_of(own.sums, columns);
     for (int begin = 0; begin < seen; begin += kLatentKeys) {
         const int count = std::min(kLatentKeys, seen - begin);
-        cache.locate(cache.k, row.pages, begin, count, places);
+        cache.locate(cache.k, row.pages, list, begin, count, places);
         std::fill(places + count, places + kLatentKeys, places[count - 1]);
         for (int s = 0; s < count; s += kPanel) {
             float* panel = (float*)own.keys.data() + (long)s * words;
@@ -175,13 +183,14 @@ inline void attend_latents(const PagedCache<T>& cache, int columns, const Latent
     }
     for (int i = 0; i < queries; i++) {
         const int last = visible(i / unit.heads);
-        own.factors[i] = weights_of<X>(cache, scores[i], 0, last, (last + kLanes - 1) / kLanes * kLanes, 0);
+        const int head = unit.head + i % unit.heads;
+        own.factors[i] = weights_of<X>(cache, scores[i], 0, last, (last + kLanes - 1) / kLanes * kLanes, head);
         std::fill_n(sums[i], columns, 0.0f);
     }
     const Rows<const X> weights{(const X*)scores.data, scores.stride * (long)(sizeof(float) / sizeof(X))};
     for (int begin = 0; begin < seen; begin += kLatentKeys) {
         const int count = std::min(kLatentKeys, seen - begin);
-        cache.locate(cache.v, row.pages, begin, count, places);
+        cache.locate(cache.v, row.pages, list, begin, count, places);
         for (int p = 0; p < panels; p++) {
             const int c = p * kPanel, width = std::min(kPanel, columns - c);
             X* panel = own.values.data() + (long)c * kLatentKeys;

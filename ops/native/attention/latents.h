@@ -9,6 +9,7 @@
 #include <vector>
 #include "team/buffer.h"
 #include "program/descriptors.h"
+#include "program/registers.h"
 #include "attention/latent_attention.h"
 #include "gemm/gemm_units.h"
 #include "lora/sgmv.h"
@@ -22,9 +23,10 @@ class LatentsPart {
     using X = Act<T>;
 
    public:
-    // team: outlives the object
-    LatentsPart(const ModelDesc& model, Team& team)
+    // team: outlives the object, as registers do
+    LatentsPart(const ModelDesc& model, Team& team, Registers<T>& registers)
         : team_(team),
+          registers_(registers),
           arena_{(T*)model.arena, model.page_elems},
           block_tokens_(model.block_tokens),
           page_groups_(model.page_groups),
@@ -84,7 +86,7 @@ class LatentsPart {
     //   in  [kv_rank + rotated]
     void keep(const StepDesc& step, const LatentDesc& w, int token, const float* in) {
         T* to = arena_.data + w.plane + step.page[w.page_group * step.page_stride + token] * arena_.page_elems +
-                step.offset[token] * w.dim();
+                step.offset[token] * (w.dim() + w.behind);
         if (w.k_norm) rms_norm(in, w.k_norm, w.kv_rank, w.eps, to);
         else convert(in, w.kv_rank, to);
         rotation(step, w, token).run(in + w.kv_rank, w.rotated, to + w.kv_rank);
@@ -92,12 +94,12 @@ class LatentsPart {
 
     // out = the heads' values.
     //
-    //   w      the layer
-    //   layer  its number
-    //   q      [tokens, heads · (key + rotated)]: neither rotated nor scaled
-    //   out    [tokens, heads · value]
-    void attend(Team::Member& me, const StepDesc& step, const LatentDesc& w, int layer, Rows<const float> q,
-                Rows<X> out) {
+    //   op   the layer
+    //   q    [tokens, heads · (key + rotated)]: neither rotated nor scaled
+    //   out  [tokens, heads · value]
+    void attend(Team::Member& me, const StepDesc& step, const LatentAttendOp& op, Rows<const float> q, Rows<X> out) {
+        const LatentDesc& w = op.latent;
+        const int layer = op.layer;
         const PagedCache<T> cache{arena_.data + w.plane,
                                   arena_.data + w.plane,
                                   arena_.page_elems,
@@ -105,13 +107,14 @@ class LatentsPart {
                                   page_groups_,
                                   1,
                                   w.dim(),
+                                  w.dim() + w.behind,
                                   w.heads,
                                   w.scale,
                                   1,
                                   0,
-                                  0,
+                                  w.window,
                                   false,
-                                  nullptr,
+                                  w.sinks,
                                   nullptr};
         const Plan& plan = plans_[plan_of(w)];
         for (size_t b = 0; b < plan.size(); b++) {
@@ -122,8 +125,10 @@ class LatentsPart {
                       [&](const Unit& unit, bool more) { absorb(me, step, w, layer, unit, q, queries, more); });
             plan[b].each(team_, me, [&](const LatentUnit& unit, const LatentUnit*) {
                 const KvRow row{step.page_table + unit.row * step.table_stride + w.page_group, step.kv_lens[unit.row]};
-                attend_latents<T>(cache, w.kv_rank, unit, queries, latents, row, step.qo_indptr[unit.row + 1],
-                                  scratch_[me.thread].attention);
+                each_list(step, op, cache, unit, row, [&](const LatentUnit& part, const KeyList& list) {
+                    attend_latents<T>(cache, w.kv_rank, part, queries, latents, row, step.qo_indptr[unit.row + 1],
+                                      scratch_[me.thread].attention, list);
+                });
             });
             each_unit(me, w.heads, begin, end, w.value,
                       [&](const Unit& unit, bool more) { expand(me, step, w, layer, unit, latents, out, more); });
@@ -164,6 +169,27 @@ class LatentsPart {
     Rotation rotation(const StepDesc& step, const LatentDesc& w, int token) const {
         const int64_t at = step.positions[token] * w.rotary_dim;
         return {w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};
+    }
+
+    // run(part, list) for parts of a unit: tokens that see all before them, together, and each other one by itself, with the keys
+    // that it attends to.
+    template <class Run>
+    void each_list(const StepDesc& step, const LatentAttendOp& op, const PagedCache<T>& cache, const LatentUnit& unit,
+                   const KvRow& row, Run run) {
+        const int before = row.length - step.qo_indptr[unit.row + 1] + 1, end = unit.token + unit.tokens;
+        const int top_k = op.chosen ? op.latent.top_k : 0;
+        int t = unit.token;
+        while (t < end && !(top_k && before + t > top_k) && !cache.first(before + t)) t++;
+        if (t > unit.token) run({unit.row, unit.token, t - unit.token, unit.head, unit.heads}, KeyList{});
+        for (; t < end; t++) {
+            const int visible = before + t, first = cache.first(visible);
+            KeyList list{nullptr, first, visible - first};
+            if (top_k) {
+                list = {registers_.indices(op.chosen)[t], 0, top_k};
+                while (list.places[list.count - 1] < 0) list.count--;
+            }
+            run({unit.row, t, 1, unit.head, unit.heads}, list);
+        }
     }
 
     // run(unit, more) for heads, one after the other, of some tokens; more: the next panels follow in memory. Units of a step
@@ -317,6 +343,7 @@ class LatentsPart {
     }
 
     Team& team_;
+    Registers<T>& registers_;
     const Arena<T> arena_;
     const int block_tokens_, page_groups_;
     std::vector<LatentDesc> layers_;  // those that differ in shape

@@ -223,7 +223,7 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<c
     grow(scratch.places, padded);
     grow(scratch.keys, (size_t)padded * (head_dim / pair));
     const T** places = (const T**)scratch.places.data();
-    const long offset = (long)unit.kv_head * head_dim;
+    const long offset = (long)unit.kv_head * cache.head_stride;
     cache.locate(cache.k, row.pages, begin, seen, places);
     for (int s = seen; s < padded; s++) places[s] = places[seen - 1];
     for (int s = 0; s < padded; s += kLanes)
@@ -241,7 +241,7 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<c
     }
     for (int first = 0, total = unit.tokens * group; first < total; first += kQueryTile) {
         const int count = std::min(kQueryTile, total - first);
-        QueryTile<Act<T>> tile;
+        QueryTile<Act<T>> tile{};
         for (int i = 0; i < count; i++) {
             const int token = unit.token + (first + i) / group;
             tile.head[i] = unit.kv_head * group + (first + i) % group;

@@ -308,6 +308,26 @@ inline void clamped_swiglu(const float* gate, const float* up, int n, float alph
     }
 }
 
+// out = silu(min(gate, limit)) · up, with up within ± limit; other parameters as of silu_and_mul
+template <class T>
+inline void limited_swiglu(const float* gate, const float* up, int n, float limit, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats g = min(floats(limit), load16(gate + i, here));  // this order lets NaN through
+        store16(out + i, silu16(g) * max(floats(-limit), min(floats(limit), load16(up + i, here))), here);
+    }
+}
+
+// out = min(silu(gate), limit) · up, likewise
+template <class T>
+inline void bounded_swiglu(const float* gate, const float* up, int n, float limit, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats g = min(floats(limit), silu16(load16(gate + i, here)));
+        store16(out + i, g * max(floats(-limit), min(floats(limit), load16(up + i, here))), here);
+    }
+}
+
 // Of a gate; then those without one.
 enum Activation : int32_t {
     kSilu,
@@ -315,6 +335,8 @@ enum Activation : int32_t {
     kReluSquaredGate,
     kGeluByErfGate,
     kClampedSwiglu,
+    kLimitedSwiglu,
+    kBoundedSwiglu,
     kGeluAlone,
     kGeluByErf,
     kReluSquared,
@@ -324,13 +346,24 @@ enum Activation : int32_t {
 
 inline bool is_gated(Activation activation) { return activation < kGeluAlone; }
 
-// The activation has a gate and no parameters.
+// What becomes of a gate and what it multiplies. alpha, limit: of those activations that have them.
+struct Gating {
+    Activation activation;
+    float alpha, limit;
+};
+
+// The activation has a gate.
 template <class T>
-inline void activate(Activation activation, const float* gate, const float* up, int n, T* out) {
-    if (activation == kGelu) gelu_and_mul(gate, up, n, out);
-    else if (activation == kReluSquaredGate) relu_squared_and_mul(gate, up, n, out);
-    else if (activation == kGeluByErfGate) gelu_by_erf_and_mul(gate, up, n, out);
-    else silu_and_mul(gate, up, n, out);
+inline void activate(const Gating& it, const float* gate, const float* up, int n, T* out) {
+    switch (it.activation) {
+        case kGelu: return gelu_and_mul(gate, up, n, out);
+        case kReluSquaredGate: return relu_squared_and_mul(gate, up, n, out);
+        case kGeluByErfGate: return gelu_by_erf_and_mul(gate, up, n, out);
+        case kClampedSwiglu: return clamped_swiglu(gate, up, n, it.alpha, it.limit, out);
+        case kLimitedSwiglu: return limited_swiglu(gate, up, n, it.limit, out);
+        case kBoundedSwiglu: return bounded_swiglu(gate, up, n, it.limit, out);
+        default: return silu_and_mul(gate, up, n, out);
+    }
 }
 
 }  // namespace chorus

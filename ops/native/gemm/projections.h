@@ -150,7 +150,7 @@ class Projections {
     //   activation  of the gate
     //   factor      of the gate, before its activation
     //   act         [tokens, ffn]
-    void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, float factor, Rows<X> act) {
+    void run_gated(Team::Member& me, const LoraTask<T>& task, const Gating& gating, float factor, Rows<X> act) {
         const Gemm<T> gemm{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(),
                            false,  &chunks_.cuts()};
         const int size = shapes_.outputs(task.shape) / 2, panels = size / kPanel;
@@ -168,7 +168,7 @@ class Projections {
             }
             for (int r = 0; factor != 1 && r < gate.rows; r++) scale_by(out[r], kPanel, factor);
             for (int r = 0; r < gate.rows; r++)
-                activate(activation, out[r], out[r] + kPanel, kPanel, act[gate.row + r] + gate.column);
+                activate(gating, out[r], out[r] + kPanel, kPanel, act[gate.row + r] + gate.column);
         });
     }
 

@@ -127,6 +127,60 @@ class EmbeddingLora {
     std::vector<Scratch> scratch_;
 };
 
+// Adds the terms of adapters of a module of the model to a product of a step's tokens.
+template <class T>
+class ProductLora {
+    using X = Act<T>;
+
+   public:
+    ProductLora(const ModelDesc& model, int threads) : arena_{(T*)model.arena, model.page_elems}, scratch_(threads) {}
+
+    // y += scale · x · Aᵀ · B of each segment's adapter. Called by every thread of the team alike.
+    //
+    //   segments         of the step
+    //   tokens           of the step
+    //   module           the product's
+    //   x, y             [tokens, inputs] and [tokens, outputs]
+    void add(Team& team, Team::Member& me, const Segments& segments, int tokens, int module, Rows<const X> x,
+             int inputs, Rows<float> y, int outputs) {
+        each_part(team, me, (tokens + kTokenChunk - 1) / kTokenChunk, [&](int i, bool) {
+            const int first = i * kTokenChunk, last = std::min(tokens, first + kTokenChunk);
+            for (int s = 0; s < segments.count; s++) {
+                const Adapter& adapter = *segments.adapters[s];
+                const int begin = std::max(first, segments.begin[s]), end = std::min(last, segments.end[s]);
+                if (begin < end && adapter.rank && adapter.has(module) && adapter.in_layer(0))
+                    add(scratch_[me.thread], adapter, {s, 0, 0, 0, begin, end - begin}, module, x, inputs, y, outputs);
+            }
+        });
+    }
+
+   private:
+    struct Scratch {
+        LoraScratch<T> lora;
+        Buffer<X> h;
+    };
+
+    void add(Scratch& own, const Adapter& adapter, LoraUnit unit, int module, Rows<const X> x, int inputs,
+             Rows<float> y, int outputs) {
+        const int rank = adapter.rank;
+        const long ldh = (rank + 2) & ~1;
+        own.lora.reserve(rank, std::max(inputs, outputs));
+        grow(own.h, (size_t)unit.tokens * ldh);
+        const Rows<X> h = Rows<X>{own.h.data(), ldh}.from(-unit.token);
+        for (int r = 0; r < rank; r += kRankChunk) {
+            unit.first = r, unit.count = std::min(kRankChunk, rank - r);
+            shrink<T>(arena_, a_rows(adapter, 0, module, unit, inputs), unit, x, h, own.lora, {});
+        }
+        for (int c = 0; c < outputs; c += kColumnChunk) {
+            unit.first = c, unit.count = std::min(kColumnChunk, outputs - c);
+            expand<T>(arena_, b_rows(adapter, 0, module, unit), unit, h, y, own.lora, {});
+        }
+    }
+
+    const Arena<T> arena_;
+    std::vector<Scratch> scratch_;
+};
+
 // Adds adapters' terms to logits, and replaces those of tokens with rows of their own. Tokens beyond the model's vocabulary
 // have columns behind it, in rows of their adapter alone.
 template <class T>

@@ -17,10 +17,10 @@
 namespace chorus {
 
 // A recurrent mixer.
-enum class Mixer : int32_t { kDelta, kShortConv, kMamba2, kRgLru, kMamba1 };
+enum class Mixer : int32_t { kDelta, kShortConv, kMamba2, kRgLru, kMamba1, kHeadedScan };
 
 // Shapes of a model's recurrent mixers. A short convolution has one head of v, of all its channels, and no state in heads;
-// for Mamba 2 see mamba2.h, for RG-LRU rg_lru.h, for Mamba 1 selective_scan.h.
+// for Mamba 2 see mamba2.h, for RG-LRU rg_lru.h, for Mamba 1 selective_scan.h, by heads headed_scan.h.
 struct DeltaShape {
     Mixer mixer;
     int32_t k_heads, v_heads, k_dim, v_dim, conv_size;
@@ -30,6 +30,8 @@ struct DeltaShape {
     int32_t gates_norm;  // of Mamba 2: 1: the gate multiplies what was normalised, not what will be
     int32_t group_ranks;  // of Mamba 2: TP ranks that share each group's heads
     int32_t by_channel;  // 1: each channel of a key has a decay, and gates are sigmoids (Kimi Delta Attention)
+    int32_t scan_heads, scan_rank;  // of Mamba 1 by heads: its heads, and the width of what time steps are made of
+    float bound;  // the least logarithm of such a decay, which is that much times a sigmoid; 0: there is none
 
     int k_size() const { return k_heads * k_dim; }
     int v_size() const { return v_heads * v_dim; }
@@ -54,6 +56,9 @@ struct DeltaWeights {
     // Of RG-LRU: weights of the gates of inputs, then of decays [2, v_heads, v_dim, v_dim], their biases [2, v_heads · v_dim], and
     // the largest rates of decay [v_heads · v_dim]; of Mamba 1 the rates [k_dim, v_heads · v_dim].
     const float *gates, *gate_bias, *rates;
+    // Of Mamba 1 by heads: what B, C and low time steps are made by [heads, rank + 2 · k_dim, channels of a head], and what makes
+    // time steps of these [channels, rank].
+    const float *scan_low, *scan_steps;
 };
 
 // What a step's tokens give a layer: columns of one product, or of several.
@@ -326,7 +331,8 @@ class GatedDelta {
             for (int c = 0; c < k_dim; c += kLanes) {
                 const Head here = head_of(k_dim - c);
                 const Floats x = load16(from + c, here) + load16(w.dt_bias + first + c, here);
-                const Floats decay = exp16(floats(-rate) * softplus16(x));
+                const Floats decay = exp16(s_.bound == 0 ? floats(-rate) * softplus16(x)
+                                                         : floats(s_.bound) * sigmoid16(floats(rate) * x));
                 store16(decays + c, decay, here);
                 store16(decayed + c, decay * load16(key + c, here), here);
             }

@@ -36,15 +36,27 @@ struct ExpertMatrices {
 
 struct MixtureDesc {
     int32_t hidden, experts, size, shared_size;  // widths of an expert and of the shared one; 0: no shared expert
-    const float* router;  // [experts, hidden], packed
-    const float* router_bias;  // [experts]; null: none
+    const float* router;  // [choices, routed], packed
+    const float* router_bias;  // [choices]; null: none
     RoutingDesc routing;
     Activation activation;
-    float alpha, limit;  // of kClampedSwiglu
+    float alpha, limit;  // see Gating
     ExpertMatrices gate_up, down;
     ExpertMatrices shared_gate_up, shared_down;  // of one expert
-    const float* shared_gate;  // [hidden]; null: the shared expert's output is added as it is
+    const float* shared_gate;  // [routed]; null: the shared expert's output is added as it is
     int32_t of_inputs;  // 1: weights are of the experts' inputs, not of their outputs; then gate_up has no bias
+    Activation shared_activation;  // the shared expert's, with a gate if the others have one
+    float shared_alpha, shared_limit;
+    int32_t routed;  // width of the router's input; the experts' own: `hidden`
+    int32_t idle;  // further experts, behind the others, that give the router's input back
+    const float* out_norm;  // [hidden]: an expert's output is multiplied by these, then normalised; null: it is not
+    float out_eps;  // of that norm
+
+    int choices() const { return experts + idle; }
+    Gating gating(bool shared) const {
+        if (shared) return {shared_activation, shared_alpha, shared_limit};
+        return {activation, alpha, limit};
+    }
 
     // Columns of gate and up of an expert, which may have no gate.
     int ups(int of_size) const { return of_size << is_gated(activation); }
@@ -52,7 +64,7 @@ struct MixtureDesc {
 
 struct MixtureStepDesc {
     int32_t rows;
-    const float* x;  // [rows, hidden]
+    const float* x;  // [rows, routed]
     float* y;  // [rows, hidden]: written
     int64_t* chosen;  // [rows, per_token]: written, the best first
     float* weights;  // likewise
@@ -63,15 +75,21 @@ struct MixtureStepDesc {
 // Where the rows of a step are gathered: expert after expert, an expert's rows in order.
 class GatheredRows {
    public:
-    // chosen, weights: [rows, per_token], of each row the best expert first
+    // chosen, weights: [rows, per_token], of each row the best expert first; those from `experts` on have no rows
     void gather(const int64_t* chosen, const float* weights, int rows, int per_token, int experts) {
         const int pairs = rows * per_token;
         counts.assign(experts, 0);
-        place.resize(pairs), row.resize(pairs), weight.resize(pairs);
-        for (int i = 0; i < pairs; i++) counts[chosen[i]]++;
+        int all = 0;
+        for (int i = 0; i < pairs; i++)
+            if (chosen[i] < experts) counts[chosen[i]]++, all++;
+        place.resize(pairs), row.resize(all), weight.resize(all);
         next_.assign(experts, 0);
         for (int e = 1; e < experts; e++) next_[e] = next_[e - 1] + counts[e - 1];
         for (int i = 0; i < pairs; i++) {
+            if (chosen[i] >= experts) {
+                place[i] = -1;
+                continue;
+            }
             const int to = place[i] = next_[chosen[i]]++;
             row[to] = i / per_token;
             weight[to] = weights[i];
@@ -79,7 +97,7 @@ class GatheredRows {
     }
 
     std::vector<int32_t> counts;  // [experts]: rows that go to each
-    std::vector<int> place;  // [rows, per_token]: where the row is among those that are gathered
+    std::vector<int> place;  // [rows, per_token]: where the row is among those that are gathered; -1: it is not
     std::vector<int> row;  // of each that is gathered
     std::vector<float> weight;  // likewise, of the row's expert
 
@@ -115,7 +133,7 @@ struct MixtureMemory {
     void reserve(const MixtureDesc& m, int rows, int threads) {
         if ((int)own.size() < threads) own = std::vector<Own>(threads);
         const size_t pairs = (size_t)rows * m.routing.per_token;
-        grow(logits, (size_t)rows * m.experts);
+        grow(logits, (size_t)rows * m.choices());
         grow(shared_gates, rows);
         grow_rows(gate_up, pairs, m.ups(m.size));
         grow_rows(outputs, pairs, m.hidden);
@@ -133,7 +151,7 @@ class Mixture {
     using Own = typename MixtureMemory<T>::Own;
 
    public:
-    // x: [rows, hidden], inputs of the experts' gemms; step.x is the router's input. memory: has room for the mixture. layer, targets: of the model; see
+    // x: [rows, hidden], inputs of the experts' gemms; step.x, [rows, routed], is the router's input. memory: has room for the mixture. layer, targets: of the model; see
     // AnyMixtureLora. lora: the step's adapters; null: none
     Mixture(const MixtureDesc& m, const MixtureStepDesc& step, Rows<const X> x, MixtureMemory<T>& memory,
             AnyMixtureLora* lora, int layer, const MixtureTargets* targets)
@@ -175,16 +193,25 @@ class Mixture {
         const int* place = memory_.own[thread].gathered.place.data() + (long)row * per_token_;
         const float* weights = step_.weights + (long)row * per_token_;
         const float factor = m_.shared_gate ? 1.0f / (1.0f + std::exp(-memory_.shared_gates[row])) : 1.0f;
+        const auto source = [&](int i) { return place[i] < 0 ? wide()[row] : outputs()[place[i]]; };
+        if (m_.out_norm)
+            for (int i = 0; i < per_token_; i++) normalise(outputs()[place[i]]);
         for (int c = 0; c < m_.hidden; c += kLanes) {
             const Head here = head(m_.hidden - c);
-            Floats sum = load16(outputs()[place[0]] + c, here) * weight(weights[0]);
-            for (int i = 1; i < per_token_; i++) sum = sum + load16(outputs()[place[i]] + c, here) * weight(weights[i]);
+            Floats sum = per_token_ ? load16(source(0) + c, here) * weight(weights[0]) : floats(0);
+            for (int i = 1; i < per_token_; i++) sum = sum + load16(source(i) + c, here) * weight(weights[i]);
             if (m_.shared_size) sum = sum + load16(shared_outputs()[row] + c, here) * floats(factor);
             store16(out + c, sum, here);
         }
     }
 
    private:
+    // An expert's output y of a row becomes the norm of out_norm · y, without weights of its own.
+    void normalise(float* y) const {
+        multiply_each(y, m_.out_norm, m_.hidden, y);
+        scale_by(y, m_.hidden, 1.0f / __builtin_sqrtf(sum_of_squares(y, m_.hidden) / m_.hidden + m_.out_eps));
+    }
+
     // Products of experts with their rows, and those of the shared expert.
     struct Gemms {
         const ExpertMatrices &w, &shared_w;
@@ -199,23 +226,24 @@ class Mixture {
 
     // Choose experts, and gather rows by expert.
     void route(Team& team, Team::Member& me, Own& own) {
-        const Rows<float> logits{memory_.logits.data(), m_.experts}, gates{memory_.shared_gates.data(), 1};
+        const int choices = m_.choices();
+        const Rows<float> logits{memory_.logits.data(), choices}, gates{memory_.shared_gates.data(), 1};
         const Gemm<float> router{
-            wide(), step_.rows, {m_.router, m_.router_bias, m_.experts, m_.hidden, {}}, logits, own.of_router.begin()};
-        const int first = lora_ ? 1 : 0, gemms = step_.rows ? router.units() : 0, end = first + gemms;
+            wide(), step_.rows, {m_.router, m_.router_bias, choices, m_.routed, {}}, logits, own.of_router.begin()};
+        const int first = lora_ ? 1 : 0, gemms = step_.rows && choices ? router.units() : 0, end = first + gemms;
         each_part(team, me, end + (m_.shared_gate ? step_.rows : 0), [&](int i, bool more) {
             if (i < first) lora_->begin_layer(layer_, targets_);
             else if (i < end) router.run(i - first, more && i + 1 < end);
-            else gates[i - end][0] = dot<float>(wide()[i - end], m_.shared_gate, m_.hidden);
+            else gates[i - end][0] = dot<float>(wide()[i - end], m_.shared_gate, m_.routed);
         });
         if (lora_) {
-            const RowSource x = [&](int i, float* out) { std::copy_n(wide()[i], m_.hidden, out); };
-            shrink(team, me, {kRouter, kSharedGate}, {m_.hidden, m_.hidden}, {x, x});
+            const RowSource x = [&](int i, float* out) { std::copy_n(wide()[i], m_.routed, out); };
+            shrink(team, me, {kRouter, kSharedGate}, {m_.routed, m_.routed}, {x, x});
             lora_->expand(team, me, {{kRouter, logits}, {kSharedGate, gates}});
         }
-        each_part(team, me, step_.rows, [&](int r, bool) {
+        each_part(team, me, choices ? step_.rows : 0, [&](int r, bool) {
             const long at = (long)r * per_token_;
-            own.router.choose(m_.routing, logits[r], m_.experts, step_.chosen + at, step_.weights + at);
+            own.router.choose(m_.routing, logits[r], choices, step_.chosen + at, step_.weights + at);
         });
         own.gathered.gather(step_.chosen, step_.weights, step_.rows, per_token_, m_.experts);
         if (lora_ && lora_->changes_experts())
@@ -319,7 +347,7 @@ class Mixture {
             gemm.run({0, t.rows, column + size, kPanel}, out.from(0, kPanel));
             for (int r = 0; r < t.rows; r++) {
                 if (m_.of_inputs && !t.shared) scale_by(out[r], 2 * kPanel, own.gathered.weight[t.first + r]);
-                activate_row(out[r], out[r] + kPanel, kPanel, acts(t.shared)[t.first + r] + column);
+                activate_row(t.shared, out[r], out[r] + kPanel, kPanel, acts(t.shared)[t.first + r] + column);
             }
         };
         each_tile(team, me, own, {panels_of(m_.size), panels_of(m_.shared_size)}, 0, visit, [](int, bool) {});
@@ -357,21 +385,21 @@ class Mixture {
             scale_by(own.row.data(), m_.ups(size), own.gathered.weight[i]);
             gate = own.row.data();
         }
-        activate_row(gate, gate + size, size, out);
+        activate_row(shared, gate, gate + size, size, out);
     }
     // up: unused without a gate; then `gate` is what the activation reads
     template <class Out>
-    void activate_row(const float* gate, const float* up, int size, Out* out) const {
-        if (m_.activation == kClampedSwiglu) clamped_swiglu(gate, up, size, m_.alpha, m_.limit, out);
-        else if (is_gated(m_.activation)) activate(m_.activation, gate, up, size, out);
-        else activate_alone(m_.activation, nullptr, gate, size, out);
+    void activate_row(bool shared, const float* gate, const float* up, int size, Out* out) const {
+        const Gating gating = m_.gating(shared);
+        if (is_gated(gating.activation)) activate(gating, gate, up, size, out);
+        else activate_alone(gating.activation, nullptr, gate, size, out);
     }
 
     // The factor of an expert's output.
     Floats weight(float of_expert) const { return floats(m_.of_inputs ? 1.0f : of_expert); }
 
     static int panels_of(int columns) { return (columns + kPanel - 1) / kPanel; }
-    Rows<const float> wide() const { return {step_.x, m_.hidden}; }
+    Rows<const float> wide() const { return {step_.x, m_.routed}; }
     Rows<X> acts(bool shared) const {
         return shared ? rows_of(memory_.shared_acts, m_.shared_size) : rows_of(memory_.acts, m_.size);
     }

@@ -24,6 +24,8 @@ struct RoutingDesc {
     int32_t group_best;  // 1 or 2: how many best scores of a group are added up
     float epsilon, factor;  // added to that sum; of the weights
     float jitter;  // of kSparseMixer
+    float other_score = -std::numeric_limits<float>::infinity();  // of experts of other groups
+    float logits_factor = 1;  // of all logits
 };
 
 // Chooses experts for one row after another.
@@ -48,6 +50,7 @@ class Router {
     // As `choose`, without factors of experts.
     void weigh(const RoutingDesc& r, const float* logits, int experts, int64_t* chosen, float* weights) {
         scores_.assign(logits, logits + experts);
+        for (float& score : scores_) score *= r.logits_factor;
         if (r.scoring == kSparseMixer) return choose_one_by_one(r, logits, experts, chosen, weights);
         if (r.scoring == kSoftmax) softmax(scores_.data(), experts);
         if (r.scoring == kSigmoid)
@@ -106,7 +109,7 @@ class Router {
         std::sort(all.begin(), end - 1, above);
     }
 
-    // Rank experts outside the best groups last. A group's score is the sum of its one or two best.
+    // Rank experts outside the best groups by `other_score`: last, unless it is finite. A group's score is the sum of its one or two best.
     void keep_groups(const RoutingDesc& r, int experts) {
         const int size = experts / r.groups;
         of_groups_.clear();
@@ -119,7 +122,7 @@ class Router {
         kept_.assign(r.groups, false);
         for (int i = 0; i < r.kept_groups; i++) kept_[of_groups_[i].second] = true;
         for (int e = 0; e < experts; e++)
-            if (!kept_[e / size]) ranked_[e].first = -std::numeric_limits<float>::infinity();
+            if (!kept_[e / size]) ranked_[e].first = r.other_score;
     }
 
     std::vector<float> scores_;

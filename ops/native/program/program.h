@@ -14,8 +14,8 @@ struct MixtureDesc;
 struct MixtureTargets;
 
 // What a register's elements are: float32; of the type that products read; float32 in memory that all TP ranks read; float32, of
-// gates and what they multiply, which a step of many tokens doesn't keep.
-enum class Memory : int32_t { kFloat, kRounded, kShared, kGates };
+// gates and what they multiply, which a step of many tokens doesn't keep; whole numbers (int32).
+enum class Memory : int32_t { kFloat, kRounded, kShared, kGates, kIndices };
 
 // Of register 0: the residual stream.
 struct RegisterDesc {
@@ -33,6 +33,8 @@ enum class OpKind : int32_t {
     kLatentAttend,  // LatentAttendOp
     kMix,  // MixOp
     kMoe,  // MoeOp
+    kChoose,  // ChooseOp
+    kMultiply,  // MultiplyOp
     kNorm,  // NormOp
     kKeep,  // KeepOp
     kCopy,  // CopyOp
@@ -48,6 +50,16 @@ enum class OpKind : int32_t {
     kWiden,  // WidenOp
     kResize,  // ResizeOp
     kSubtract,  // SubtractOp
+    kRotate,  // RotateOp
+    kKeepIndex,  // KeepIndexOp
+    kGate,  // GateOp
+    kGrow,  // GrowOp
+    kProduct,  // ProductOp
+    kStreams,  // StreamsOp
+    kConnect,  // ConnectOp
+    kSparseGates,  // SparseGatesOp
+    kLookUp,  // LookUpOp
+    kMatch,  // MatchOp
 };
 
 inline bool is_of_rows(OpKind kind) { return kind >= OpKind::kNorm; }
@@ -78,6 +90,9 @@ struct GateUpOp {
     Activation activation;
     float factor;
     const float* xielu;  // [4]: parameters of that activation
+    float alpha, limit;  // see Gating
+
+    Gating gating() const { return {activation, alpha, limit}; }
 };
 
 // A norm of queries and keys: of each head, with weights that all have, of all heads at once, or a LayerNorm of each head, with
@@ -124,6 +139,10 @@ struct AttendOp {
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
     const float* query_factors;  // [positions]; null: queries have none
     const float* query_weights;  // [head_dim], of rotated queries; null: they have none
+    int32_t
+        chosen;  // of the blocks of `block` tokens that each K/V head's queries attend to: see ChooseOp; 0: there are none
+    int32_t block, top_k;  // and of the tokens of all of them
+    int32_t behind;  // elements that pages keep behind each head of K and of V: an indexer's
 
     // Between queries there are gates.
     bool gaps() const { return output_gate == kBesideQueries; }
@@ -135,7 +154,124 @@ struct AttendOp {
 // out = attention of the queries that columns of q have, over latents.
 struct LatentAttendOp {
     int32_t q, column, out, layer;
+    int32_t chosen;  // of the tokens that queries attend to: see ChooseOp; 0: there are none
     LatentDesc latent;
+};
+
+// Where pages keep an indexer's key of a token: in pieces, behind what they have of each head.
+struct IndexKeys {
+    int32_t page_group, page_layer;  // see AttendOp
+    int32_t parts;  // 2: pages have keys and values, and first pieces are behind all keys; 1: keys alone
+    int32_t heads, stride;  // of keys, and elements from one to the next
+    int32_t first, piece;  // elements of a head before the piece, and of it
+    int32_t dim;  // elements that are kept of a token
+
+    int pieces() const { return (dim + piece - 1) / piece; }
+    int width(int i) const { return std::min(piece, dim - i * piece); }
+    // Elements from a page's beginning to piece i of the token at an offset.
+    long at(int block_tokens, int offset, int i) const {
+        const long plane = (long)page_layer * parts + i / heads;
+        return ((plane * block_tokens + offset) * heads + i % heads) * stride + first;
+    }
+};
+
+// What queries attend to, of tokens that see more than `top_k`: as many places of tokens, rising, and -1 behind the last one
+// where they are fewer; or of each head the numbers of as many blocks as have them, rising.
+struct ChooseOp {
+    int32_t q, weights, out;  // queries, rounded; factors of heads; whole numbers
+    int32_t heads, top_k;
+    int32_t
+        pool;  // tokens that are chosen together, and the tokens behind the last of such pools are, too; 0: each by itself
+    int32_t block,
+        local;  // tokens of a block, 0: there are no blocks; those that are chosen first, up to the token's own
+    float scale, factor;  // of products, and of heads' factors
+    const float* biases;  // [pool, key]: of gates, which lie behind keys
+    IndexKeys keys;
+};
+
+// Columns of x go to the token's page, as an indexer's key.
+struct KeepIndexOp {
+    int32_t x, column;
+    IndexKeys keys;
+};
+
+// out = x · sigmoid(gates), or x · log(1 + e^gates)
+struct GateOp {
+    int32_t x, gates, width, out, softplus;
+};
+
+// Heads of `width` elements in out = those in columns of x, each times scale · log(position + 1) + bias.
+struct GrowOp {
+    int32_t x, column, heads, width, out;
+    const float* weight;  // [2, heads]: scales, then biases
+};
+
+// Columns of out = columns of x · wᵀ, of few outputs, in float32.
+struct ProductOp {
+    int32_t x, column, width, out, out_column, outputs;
+    int32_t tanh;  // 1: out is the hyperbolic tangent of that
+    const float* w;  // [outputs, width]
+};
+
+// How streams are mixed: none of them is, each by itself, or by numbers of the token, [outs, count] or the other way about.
+enum class Mixed : int32_t { kByNumbers, kByTransposed, kKept, kAddedTo };
+
+// out_i = Σ_j c_ij · s_j + d_i · y, of streams of `width` elements side by side.
+//
+//   kByNumbers     c_ij = mix[i, j]
+//   kByTransposed  c_ij = mix[j, i]
+//   kKept          c_ij = 1 for i = j, else 0
+//   kAddedTo       the sum of the two: kByNumbers and kKept
+struct StreamsOp {
+    int32_t s, count, width, out, outs;
+    Mixed mixed;
+    int32_t mix;  // register of numbers; 0: all of them are 1 / count
+    int32_t y, give;  // register of y, and of numbers d; 0: there is no y
+    float given;  // added to d
+};
+
+// out = x · wᵀ by a matrix of the model's own, with what adapters of the model add.
+struct MultiplyOp {
+    int32_t x, out, inputs, outputs;
+    int32_t module;  // of adapters; -1: they have none
+    const void* w;  // packed panels
+    Integers integers;  // how weights are whole numbers
+};
+
+// out = factor · a row of a table: each token's own, the first one's being that of token `first`. Tokens from `rows` on have the
+// first row; with `keeps` they have the last one, and out stays for tokens before the first.
+struct LookUpOp {
+    int32_t out, width;
+    float factor;
+    int64_t first, rows;
+    int32_t keeps;
+    const void* table;  // [rows, width], as it is
+};
+
+// Columns of out = x, as large as y: both have the same root mean square, but for an x whose mean square is below `least`.
+struct MatchOp {
+    int32_t x, y, width, out, out_column;
+    float least;
+};
+
+// The numbers of hyper-connections, of the products m of a token's streams: see HyperConnectionSpec.
+struct ConnectOp {
+    int32_t m, count, take, give, mix;  // registers; give, mix: 0: there are none
+    int32_t rounds;  // of Sinkhorn-Knopp
+    float floor, magnitude, given_floor;
+    const float *base, *scale;  // [rows], and of each kind of numbers
+};
+
+// The gates of x's first half less a cutoff, the mean and `deviations` of them, or 0; the second half as it is.
+struct SparseGatesOp {
+    int32_t x, size, out;
+    float deviations;
+};
+
+// Heads of `width` elements in out = those in columns of x, with `rotary_dim` elements from `first` on rotated.
+struct RotateOp {
+    int32_t x, column, heads, width, out, first, rotary_dim, interleaved;
+    const float *cos, *sin;  // [positions, rotary_dim]
 };
 
 // Columns of x are the latent, and the key that all heads share, of a token: they go to their pages.
@@ -170,11 +306,14 @@ struct NormOp {
     NormKind norm;
     float eps;
     const float* weight;  // [width], or [2, width] with a bias
+    int32_t groups;  // of `width` columns each, which are normalised by themselves; 0: one
 };
 
 // Columns of out = columns of x.
 struct CopyOp {
     int32_t x, column, width, out, out_column;
+    int32_t groups, step;  // so many groups of columns lie side by side in out, and `step` columns apart in x; 0: one
+    int32_t spread;  // 1: all columns of a group of out are the first one of x's
 };
 
 // Columns of out = factor · columns of x.
@@ -184,10 +323,11 @@ struct ScaleOp {
     const float* weights;  // [width], in place of a factor; null: there are none
 };
 
-// x += factor · y
+// Columns of x += factor · y
 struct AddOp {
     int32_t x, y, width;
     float factor;
+    int32_t column;  // the first of x's
 };
 
 // x += a part of an image's row, of tokens that stand for one.
@@ -229,6 +369,9 @@ struct ActivateOp {
     int32_t x, size, out;
     Activation activation;
     const float* xielu;  // [4]: parameters of that activation
+    float alpha, limit;  // see Gating
+
+    Gating gating() const { return {activation, alpha, limit}; }
 };
 
 // out (+)= the sum of all ranks' parts, after they have met.

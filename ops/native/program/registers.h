@@ -15,6 +15,7 @@ class Registers {
     explicit Registers(const ModelDesc& model)
         : desc_(model.registers, model.registers + model.num_registers),
           floats_(desc_.size()),
+          indices_(desc_.size()),
           rounded_(desc_.size()) {}
 
     // ranks: with the memory of shared registers
@@ -26,6 +27,7 @@ class Registers {
                 case Memory::kFloat: grow_rows(floats_[r], tokens, width(r)); break;
                 case Memory::kRounded: grow_rows(rounded_[r], tokens, width(r)); break;
                 case Memory::kShared: break;
+                case Memory::kIndices: grow(indices_[r], tokens * width(r)); break;
                 case Memory::kGates:
                     if (gates) grow_rows(floats_[r], tokens, width(r));
             }
@@ -39,11 +41,13 @@ class Registers {
         const Rows<float> own = rows_of(floats_[r], width(r));
         return desc_[r].memory == Memory::kShared ? Rows<float>{ranks_->mine(), own.stride} : own;
     }
+    Rows<int32_t> indices(int r) { return {indices_[r].data(), width(r)}; }
     Rows<X> rounded(int r) { return rows_of(rounded_[r], width(r)); }
 
    private:
     const std::vector<RegisterDesc> desc_;
     std::vector<Buffer<float>> floats_;
+    std::vector<Buffer<int32_t>> indices_;
     std::vector<Buffer<X>> rounded_;
     Ranks* ranks_ = nullptr;
 };

@@ -1,7 +1,9 @@
 // Ops that work on each token by itself; see program.h.
 #pragma once
 #include "moe/experts_part.h"
+#include "attention/choose.h"
 #include "attention/latents.h"
+#include "lora/model_lora.h"
 #include "program/registers.h"
 #include "elementwise/ungated.h"
 
@@ -10,8 +12,8 @@ namespace chorus {
 template <class T>
 class RowOps {
    public:
-    RowOps(Registers<T>& registers, ExpertsPart<T>& experts, LatentsPart<T>& latents)
-        : registers_(registers), experts_(experts), latents_(latents) {}
+    RowOps(Registers<T>& registers, ExpertsPart<T>& experts, LatentsPart<T>& latents, Chooser<T>& chooser)
+        : registers_(registers), experts_(experts), latents_(latents), chooser_(chooser) {}
 
     void join(Ranks* ranks) { ranks_ = ranks; }
 
@@ -29,6 +31,16 @@ class RowOps {
             case OpKind::kWiden: return widen(arguments_of<WidenOp>(op), token);
             case OpKind::kResize: return resize(arguments_of<ResizeOp>(op), token);
             case OpKind::kSubtract: return subtract(arguments_of<SubtractOp>(op), token);
+            case OpKind::kRotate: return rotate(step, arguments_of<RotateOp>(op), token);
+            case OpKind::kKeepIndex: return keep_index(step, arguments_of<KeepIndexOp>(op), token);
+            case OpKind::kGate: return gate_rows(arguments_of<GateOp>(op), token);
+            case OpKind::kGrow: return grow_heads(step, arguments_of<GrowOp>(op), token);
+            case OpKind::kProduct: return product(arguments_of<ProductOp>(op), token);
+            case OpKind::kStreams: return streams(arguments_of<StreamsOp>(op), token);
+            case OpKind::kConnect: return connect(arguments_of<ConnectOp>(op), token);
+            case OpKind::kSparseGates: return sparse_gates(arguments_of<SparseGatesOp>(op), token);
+            case OpKind::kLookUp: return look_up(step, arguments_of<LookUpOp>(op), token);
+            case OpKind::kMatch: return match(arguments_of<MatchOp>(op), token);
             case OpKind::kActivate: return activate(arguments_of<ActivateOp>(op), token);
             case OpKind::kReduce: return reduce(arguments_of<ReduceOp>(op), token);
             case OpKind::kRoute: return experts_.take(token, registers_.rounded(arguments_of<RouteOp>(op).x)[token]);
@@ -41,7 +53,7 @@ class RowOps {
     void gate(const GateUpOp& op, float* y, int token) {
         auto* act = registers_.rounded(op.act)[token];
         if (op.factor != 1) scale_by(y, op.size, op.factor);
-        activate(op.activation, op.xielu, y, op.size, act);
+        activate(op.gating(), op.xielu, y, op.size, act);
     }
 
    private:
@@ -56,7 +68,10 @@ class RowOps {
 
     void norm(const NormOp& op, int token) {
         const float* x = row(op.x, token) + op.column;
-        write(op.out, token, [&](auto* to) { run_norm(op.norm, x, op.weight, op.width, op.eps, to); });
+        write(op.out, token, [&](auto* to) {
+            for (int g = 0; g < std::max(1, op.groups); g++)
+                run_norm(op.norm, x + g * op.width, op.weight, op.width, op.eps, to + g * op.width);
+        });
     }
 
     void keep(const StepDesc& step, const KeepOp& op, int token) {
@@ -65,7 +80,14 @@ class RowOps {
 
     void copy(const CopyOp& op, int token) {
         const float* x = row(op.x, token) + op.column;
-        write(op.out, token, [&](auto* to) { convert(x, op.width, to + op.out_column); });
+        write(op.out, token, [&](auto* to) {
+            to += op.out_column;
+            for (int g = 0; g < std::max(1, op.groups); g++, x += op.step, to += op.width) {
+                if (!op.spread) convert(x, op.width, to);
+                else
+                    for (int i = 0; i < op.width; i += kLanes) store16(to + i, floats(*x), head(op.width - i));
+            }
+        });
     }
 
     void scale(const ScaleOp& op, int token) {
@@ -76,7 +98,9 @@ class RowOps {
         });
     }
 
-    void add(const AddOp& op, int token) { add_scaled(row(op.y, token), op.width, op.factor, row(op.x, token)); }
+    void add(const AddOp& op, int token) {
+        add_scaled(row(op.y, token), op.width, op.factor, row(op.x, token) + op.column);
+    }
 
     void add_media(const StepDesc& step, const AddMediaOp& op, int token) {
         if (!step.media || step.media[token] < 0) return;
@@ -114,16 +138,157 @@ class RowOps {
         }
     }
 
+    void rotate(const StepDesc& step, const RotateOp& op, int token) {
+        const int64_t at = step.positions[token] * op.rotary_dim;
+        const Rotation rotation{op.cos + at, op.sin + at, op.rotary_dim, op.interleaved != 0};
+        const float* x = row(op.x, token) + op.column;
+        write(op.out, token, [&](auto* to) {
+            for (int h = 0; h < op.heads; h++, x += op.width, to += op.width) {
+                convert(x, op.first, to);
+                rotation.run(x + op.first, op.width - op.first, to + op.first);
+            }
+        });
+    }
+
+    void keep_index(const StepDesc& step, const KeepIndexOp& op, int token) {
+        chooser_.keep(step, op.keys, token, row(op.x, token) + op.column);
+    }
+
+    void gate_rows(const GateOp& op, int token) {
+        const float *x = row(op.x, token), *gates = row(op.gates, token);
+        write(op.out, token, [&](auto* to) {
+            for (int i = 0; i < op.width; i += kLanes) {
+                const Head here = head(op.width - i);
+                const Floats gate = load16(gates + i, here);
+                store16(to + i, load16(x + i, here) * (op.softplus ? softplus16(gate) : sigmoid16(gate)), here);
+            }
+        });
+    }
+
+    void grow_heads(const StepDesc& step, const GrowOp& op, int token) {
+        const float* x = row(op.x, token) + op.column;
+        const float logarithm = std::log((float)(step.positions[token] + 1));
+        write(op.out, token, [&](auto* to) {
+            for (int h = 0; h < op.heads; h++, x += op.width, to += op.width)
+                multiply(x, logarithm * op.weight[h] + op.weight[op.heads + h], op.width, to);
+        });
+    }
+
+    void product(const ProductOp& op, int token) {
+        const float* x = row(op.x, token) + op.column;
+        float* to = row(op.out, token) + op.out_column;
+        for (int o = 0; o < op.outputs; o++) to[o] = dot<float>(x, op.w + (long)o * op.width, op.width);
+        for (int i = 0; op.tanh && i < op.outputs; i += kLanes) {
+            const Head here = head(op.outputs - i);
+            store16(to + i, tanh16(load16(to + i, here)), here);
+        }
+    }
+
+    void streams(const StreamsOp& op, int token) {
+        constexpr int most = 16;  // streams, of which sixteen elements each are in memory that is near
+        float by[most][most], given[most];
+        const float *mix = op.mix ? row(op.mix, token) : nullptr, *give = op.give ? row(op.give, token) : nullptr;
+        for (int i = 0; i < op.outs; i++) {
+            for (int j = 0; j < op.count; j++) {
+                const bool kept = i == j && (op.mixed == Mixed::kKept || op.mixed == Mixed::kAddedTo);
+                const int at = op.mixed == Mixed::kByTransposed ? j * op.outs + i : i * op.count + j;
+                by[i][j] = (kept ? 1.0f : 0.0f) + (op.mixed == Mixed::kKept ? 0.0f : mix ? mix[at] : 1.0f / op.count);
+            }
+            given[i] = give ? give[i] + op.given : op.given;
+        }
+        const float *s = row(op.s, token), *y = op.y ? row(op.y, token) : nullptr;
+        write(op.out, token, [&](auto* to) {
+            for (int c = 0; c < op.width; c += kLanes) {
+                const Head here = head(op.width - c);
+                Floats own[most];
+                for (int j = 0; j < op.count; j++) own[j] = load16(s + (long)j * op.width + c, here);
+                for (int i = 0; i < op.outs; i++) {
+                    Floats sum = y ? load16(y + c, here) * floats(given[i]) : floats(0);
+                    if (op.mixed == Mixed::kKept) sum = sum + own[i];
+                    else
+                        for (int j = 0; j < op.count; j++) sum = fma(own[j], floats(by[i][j]), sum);
+                    store16(to + (long)i * op.width + c, sum, here);
+                }
+            }
+        });
+    }
+
+    void connect(const ConnectOp& op, int token) {
+        const float* m = row(op.m, token);
+        const int n = op.count;
+        const auto gate = [&](int i, int kind) {
+            return 1.0f / (1.0f + std::exp(-(m[i] * op.scale[kind] + op.base[i])));
+        };
+        for (int i = 0; i < n; i++) row(op.take, token)[i] = gate(i, 0) + op.floor;
+        for (int i = 0; op.give && i < n; i++) row(op.give, token)[i] = op.magnitude * gate(n + i, 1) + op.given_floor;
+        if (!op.mix) return;
+        float* mix = row(op.mix, token);
+        for (int i = 0; i < n; i++) {
+            float* own = mix + i * n;
+            float most = -INFINITY, total = 0;
+            for (int j = 0; j < n; j++) {
+                const int at = 2 * n + i * n + j;
+                own[j] = m[at] * op.scale[2] + op.base[at], most = std::max(most, own[j]);
+            }
+            for (int j = 0; j < n; j++) total += own[j] = std::exp(own[j] - most);
+            for (int j = 0; j < n; j++) own[j] = own[j] / total + op.floor;
+        }
+        const auto divide = [&](int step, int other) {  // each of n lines by its sum
+            for (int i = 0; i < n; i++) {
+                float total = op.floor;
+                for (int j = 0; j < n; j++) total += mix[i * step + j * other];
+                for (int j = 0; j < n; j++) mix[i * step + j * other] /= total;
+            }
+        };
+        divide(1, n);  // columns
+        for (int round = 1; round < op.rounds; round++) divide(n, 1), divide(1, n);
+    }
+
+    void sparse_gates(const SparseGatesOp& op, int token) {
+        const float* x = row(op.x, token);
+        Floats all = floats(0), squares = floats(0);
+        for (int i = 0; i < op.size; i += kLanes) all = all + load16(x + i, head(op.size - i));
+        const float mean = chorus::sum(all) / op.size;
+        for (int i = 0; i < op.size; i += kLanes) {
+            const Floats v =
+                chorus::keep(load16(x + i, head(op.size - i)) - floats(mean), head(op.size - i), floats(0));
+            squares = fma(v, v, squares);
+        }
+        const float deviation = __builtin_sqrtf(chorus::sum(squares) / op.size);
+        const Floats cutoff = floats(mean + deviation * op.deviations);
+        write(op.out, token, [&](auto* to) {
+            for (int i = 0; i < op.size; i += kLanes)
+                store16(to + i, max(floats(0), load16(x + i, head(op.size - i)) - cutoff), head(op.size - i));
+            convert(x + op.size, op.size, to + op.size);
+        });
+    }
+
+    void look_up(const StepDesc& step, const LookUpOp& op, int token) {
+        int64_t id = step.token_ids[token] - op.first;
+        if (op.keeps && id < 0) return;
+        if (id >= op.rows) id = op.keeps ? op.rows - 1 : 0;
+        float* to = row(op.out, token);
+        convert((const T*)op.table + id * op.width, op.width, to);
+        scale_by(to, op.width, op.factor);
+    }
+
+    void match(const MatchOp& op, int token) {
+        const float *x = row(op.x, token), *y = row(op.y, token);
+        const float own = sum_of_squares(x, op.width) / op.width, want = sum_of_squares(y, op.width) / op.width;
+        const float factor = __builtin_sqrtf(want) / __builtin_sqrtf(std::max(own, op.least));
+        multiply(x, factor, op.width, row(op.out, token) + op.out_column);
+    }
+
     void activate(const ActivateOp& op, int token) {
         const float* x = row(op.x, token);
-        write(op.out, token, [&](auto* to) { activate(op.activation, op.xielu, x, op.size, to); });
+        write(op.out, token, [&](auto* to) { activate(op.gating(), op.xielu, x, op.size, to); });
     }
 
     // x: gate and up of `size` elements each, or what an activation without a gate reads
     template <class To>
-    static void activate(Activation activation, const float* xielu, const float* x, int size, To* to) {
-        if (is_gated(activation)) chorus::activate(activation, x, x + size, size, to);
-        else activate_alone(activation, xielu, x, size, to);
+    static void activate(const Gating& it, const float* xielu, const float* x, int size, To* to) {
+        if (is_gated(it.activation)) chorus::activate(it, x, x + size, size, to);
+        else activate_alone(it.activation, xielu, x, size, to);
     }
 
     void reduce(const ReduceOp& op, int token) {
@@ -137,6 +302,7 @@ class RowOps {
     Registers<T>& registers_;
     ExpertsPart<T>& experts_;
     LatentsPart<T>& latents_;
+    Chooser<T>& chooser_;
     Ranks* ranks_ = nullptr;
 };
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 @pytest.fixture
 def kernels():
-    """The native decoder computes models without further inputs of layers."""
+    """The native decoder, where it is built."""
     return "auto"
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace as Fake
 import pytest
 import torch
 
+from chorus.core.model.families.qwen4_exp.ops import LookUp, MeanOfGated
 from chorus.core.model.program.layer_program import Kept
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops.gated_streams import LookUp, MeanOfGated
 from chorus.core.model.program.ops.indexers import ChooseBlocks
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.program.layer_program import Kept
-from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops.hyper import ConnectStreams, GiveToStreams, SumStreams
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_step import Bound, OpContext, Step, batch_of_parts
@@ -91,12 +90,6 @@ def test_a_program_says_how_streams_are_connected(model):
     assert "s ← s + give ⊗ y" in text
     assert "joined ← sum_streams take s" in text
     assert "16 heads of 24, rotated by a yarn rope of base 10000" in text
-
-
-def test_native_is_refused_by_name(model):
-    config = read_model_config(model)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert why_unsupported(config, dtype) == "it has no residual of several streams, and this model has it"
 
 
 def test_every_rank_has_all_connections_and_a_share_of_gates(model):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,10 +105,37 @@ def test_all_tokens_are_attended_to_where_no_request_has_more(tiny, drive, famil
     assert told(driver, want) == want
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("family", [*FAMILIES, "minimax-m3-plain"])
+def test_the_native_decoder_scores_long_contexts_in_parts(tmp_path, drive, family):
+    """Of more keys than a unit of work has, and more tokens than a step: each by itself, as PyTorch's operators do."""
+    save_family(family, tmp_path, max_position_embeddings=2048)
+    it, rng = SimpleNamespace(model=tmp_path, adapters={}), random.Random(0)
+    prompt = [rng.randrange(3, 150) for _ in range(1300)]
+    found = {}
+    for kernels, chunk in (("torch", 2048), ("native", 2048), ("native", 500)):
+        driver = drive(it, max_num_batched_tokens=chunk, max_num_seqs=2, cpu_kernels=kernels)
+        answer = driver.run("it", None, prompt, max_tokens=4, prompt_logprobs=1, logprobs=1)
+        scores = [each.logprob for each in (*answer.prompt_logprobs, *answer.logprobs)]
+        found[kernels, chunk] = torch.tensor(scores)
+    assert torch.equal(found["native", 2048], found["native", 500])
+    far = (found["native", 500] - found["torch", 2048]).abs() > 1e-3
+    assert far.sum() <= 6, "a near tie may go the other way"
+
+
+def test_the_native_decoder_needs_keys_of_even_sizes_in_bfloat16(tmp_path):
+    config = config_of(tmp_path, V32)
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, indexer=replace(layer.mixer.indexer, key_dim=17)))
+        for layer in config.layers
+    )
+    assert why_unsupported(config, torch.bfloat16) is None
+    assert "needs even sizes" in (why_unsupported(replace(config, layers=layers), torch.bfloat16) or "")
+
+
 @by_torch
-def test_native_and_float8_are_refused_by_name(tmp_path, tiny, drive):
-    reason = why_unsupported(config_of(tmp_path, V32), torch.float32)
-    assert reason == "it has no indexer of sparse attention, and this model has it"
+def test_float8_is_refused_by_name(tiny, drive):
     with pytest.raises(UnsupportedModel, match="kv_cache_dtype is 'fp8', but the model's layers keep latents"):
         drive(tiny(V32), kv_cache_dtype="fp8")
 

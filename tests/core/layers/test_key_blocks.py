@@ -4,14 +4,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.costs.machine import geometry_of
-from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.op import CHOSEN
 from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.indexers import ChooseBlocks, IndexBlocks
@@ -142,11 +139,6 @@ def test_what_is_not_computed_is_refused_by_its_field(model, fields, why):
 
 
 @by_torch
-def test_native_and_float8_are_refused_by_name(model, tiny, drive):
-    (model / "config.json").write_text(
-        json.dumps(json.loads((model / "config.json").read_text()) | {"layer_types": ["minimax_m3_sparse"] * 3})
-    )
-    reason = why_unsupported(read_model_config(model), torch.float32)
-    assert reason == "it has no indexer of blocks of keys, and this model has it"
+def test_float8_is_refused_by_name(tiny, drive):
     with pytest.raises(UnsupportedModel, match="is 'fp8', but the model's layers keep keys of an indexer"):
         drive(tiny("minimax-m3"), kv_cache_dtype="fp8")

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.program.ends import end_programs
-from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.op import LATE
 from chorus.core.model.program.ops.moe import Moe
 from chorus.core.model.program.ops.residual import Add
@@ -148,17 +147,11 @@ def test_an_adapter_of_a_layer_beyond_the_last_is_refused(model, tmp_path):
         inspect_adapter(own, config.module_paths)
 
 
-def test_ranks_and_the_native_decoder_refuse_idle_experts(model):
+def test_ranks_refuse_idle_experts(model):
     config = read_model_config(model)
-    assert why_unsupported(config, torch.float32) == (
-        "it has no mixture with experts that give their input back, and this model has it"
-    )
     with pytest.raises(UnsupportedModel, match="experts that give their input back would be added by every rank"):
         Shard(0, 2).config(config)
     config = read_model_config(changed(model, zero_expert_num=0))
-    assert why_unsupported(config, torch.float32) == (
-        "it has no mixture that is added behind the next layer, and this model has it"
-    )
     assert Shard(0, 2).config(config).experts.size == 20
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from chorus.core.model.moe.experts import choose
-from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops.gates import GateOutput, TakeGates
 from chorus.core.model.program.ops.indexers import Index
 from chorus.core.model.program.ops.linear import Gemm
@@ -136,8 +135,3 @@ def test_experts_of_other_groups_come_before_scores_below_zero():
             kept = choose(logits.detach(), replace(ours, other_score=-math.inf), theirs.e_score_correction_bias)
             assert not (dense[1].gather(1, kept.experts) > 0).any()
             assert not (dense[0].gather(1, kept.experts) > 0).any()
-
-
-def test_the_native_decoder_refuses_it_by_its_indexer(model):
-    reason = why_unsupported(read_model_config(model), torch.float32)
-    assert reason == "it has no indexer of sparse attention, and this model has it"

@@ -9,7 +9,6 @@ import json
 import pytest
 import torch
 
-from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops.gates import TakeGates
 from chorus.core.model.program.ops.latents import Latents
 from chorus.core.model.program.ops.norm import Norm
@@ -134,12 +133,3 @@ def test_what_is_not_computed_is_refused_by_its_field(model, fields, why):
     with pytest.raises(UnsupportedModel) as error:
         read_model_config(changed(model, **fields))
     assert why in str(error.value)
-
-
-def test_native_is_refused_by_name(model, tmp_path):
-    assert why_unsupported(read_model_config(model), torch.float32) == (
-        "it has no indexer of sparse attention, and this model has it"
-    )
-    save_family("dots-3-note-full", tmp_path / "full")
-    reason = why_unsupported(read_model_config(tmp_path / "full"), torch.float32)
-    assert reason == "it has no gates of what latent attention gives, and this model has it"

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from chorus.core.model.config_json import ConfigJson
 from chorus.core.model.families.glm_next import GLM_5_NEXT_TEXT
 from chorus.core.model.program.layer_program import Kept
-from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
@@ -134,11 +133,6 @@ def test_a_program_says_what_is_mixed_and_chosen(model):
     assert "s ← mixᵀ · s + give ⊗ y" in text
     assert "not rotated; writes a key for all heads, and gates of pools of 4" in text
     assert "joined ← sum_streams s" in text
-
-
-def test_native_is_refused_by_name(model):
-    reason = why_unsupported(read_model_config(model), torch.float32)
-    assert reason == "it has no residual of several streams, and this model has it"
 
 
 def test_adapters_are_on_all_linear_modules():

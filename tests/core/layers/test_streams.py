@@ -34,12 +34,6 @@ OF_TEXT = r".*language_model.*(q_proj|v_proj|down_proj|linear_left|per_layer_inp
 BESIDE = {"linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection"}
 
 
-@pytest.fixture
-def kernels():
-    """The native decoder has one stream."""
-    return "torch"
-
-
 def test_adapters_are_beside_attention():
     it = make_all_linear("gemma-3n", exclude_modules=NO_ALTUP_NOR_INPUTS, use_dora=True)
     assert {*inspect_adapter(it.adapters["all"], read_model_config(it.model).module_paths).targets} >= BESIDE
@@ -224,12 +218,14 @@ class Checkpoint:
 
 @pytest.mark.native
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_text_part_embeds_tokens_of_images_and_sound_as_the_whole_model_does(tmp_path, drive, ranks):
+def test_the_text_part_embeds_tokens_of_images_and_sound_as_the_whole_model_does(tmp_path, drive, ranks, kernels):
     it = Checkpoint(tmp_path)
+    kernels = kernels if ranks == 1 else "auto"  # ranks have shares of sparse gates
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 150) for _ in range(length)] for length in (9, 40)]
     prompts += [[5, 140, 145, 146, 149, 9], [rng.randrange(3, 140) for _ in range(12)]]
-    driver = drive(it, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=128)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 128}
+    driver = drive(it, tensor_parallel_size=ranks, cpu_kernels=kernels, **limits)
     want = {}
     for index, prompt in enumerate(prompts):
         for adapter in (None, "adapter"):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ...kept import KeptAnswers, kept_files
+from ...kept import KeptAnswers, kept_files, name_of
 from ..model.checkpoints.quantization.test_mxfp4 import HOW
 from ..tiny_families import Tiny
 from ..tiny_mixtures import make_mixture
@@ -85,7 +85,7 @@ class Quantised:
             else:
                 write_rounded(base.model, root / "twin", form)
 
-        root = kept_files(f"quantised {base.model.parent.name} {form}", write)
+        root = kept_files(f"quantised {name_of(base.model.parent)} {form}", write)
         self.options: dict[str, Any] = {} if form == "mxfp4" else {"quantization": form}
         self.model, self.adapters = root / "quantised" if form == "mxfp4" else base.model, base.adapters
         others = {"references": {}} if hasattr(base, "references") else {}

@@ -58,6 +58,7 @@ template <class Weight, class Vector> struct Experts {
         }
         shared_up = weight(2 * kShared, kHidden), shared_down = weight(kHidden, kShared);
         desc.hidden = kHidden, desc.experts = kCount, desc.size = kSize, desc.shared_size = kShared;
+        desc.routed = kHidden;
         desc.router = vector(kPanel * kHidden, 1, 0), desc.router_bias = vector(kCount, 0.3f, 0);
         desc.routing = {nullptr, nullptr, 3, kSoftmax, 1, 1, 1, 1, 0, 1.5f, 0};
         desc.activation = kSilu;

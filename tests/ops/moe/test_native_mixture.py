@@ -66,6 +66,8 @@ ROUTINGS = {
     "corrected logits": Routing(4, Scoring.SIGMOID_OF_CHOSEN, renormalised=True, corrected=True),
     "groups of logits": Routing(3, Scoring.SOFTMAX_OF_CHOSEN, corrected=True, groups=4, kept_groups=2),
     "sparse mixer": Routing(2, Scoring.SPARSE_MIXER, jitter=0.1),
+    "groups, others at 0": Routing(4, Scoring.SIGMOID, corrected=True, groups=8, kept_groups=3, other_score=0.0),
+    "logits times": Routing(4, Scoring.SIGMOID, renormalised=True, logits_factor=0.5),
     "groups by their best": Routing(3, factor=1.5, groups=4, kept_groups=2, group_best=1),
 }
 
@@ -86,7 +88,8 @@ def test_experts_are_chosen_as_by_pytorch(level, name, count):
     logits[2450:] = 1.0
     if experts.correction is not None:
         experts.correction = experts.correction.mul(2).round() / 4
-    want = choose(logits if experts.router_bias is None else logits + experts.router_bias, routing, experts.correction)
+    own = (logits if experts.router_bias is None else logits + experts.router_bias) * routing.logits_factor
+    want = choose(own, routing, experts.correction)
     _, chosen, weights = native_of(experts, spec).mix(logits)
     of_numbers = ~logits.isnan().any(1)  # a NaN is in each of the row's logits, by its products
     assert torch.equal(chosen[of_numbers], want.experts[of_numbers])

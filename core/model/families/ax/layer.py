@@ -51,7 +51,7 @@ class AxLayer(DecoderLayer):
         ih = None if index is None else b.linear("index_up", low, "ih", Proj(_INDEX_QUERIES, index.query_size))
         queries = queries_of(b, a, b.concat("ql", low, own.queries), gate=latent.value_dim)
         if index is not None and ih is not None:
-            put_index(b, index, ih, own, n)
+            put_index(b, a, index, ih, own, n)
         gates = b.put(TakeGates(queries, "gates", a.num_heads, latent.value_dim), a.gate_size)
         wide = a.query_dim + latent.value_dim
         queries = b.put(ResizeHeads(queries, "qh", 0, wide, a.query_dim), a.num_heads * a.query_dim)

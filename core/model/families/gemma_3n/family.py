@@ -14,13 +14,13 @@ from ...specs.attention import AttentionSpec, HeadNorm
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import GatedSpec
-from ...specs.layers import LayerInputSpec, MediaTokens, StreamsSpec
+from ...specs.layers import LayerInputSpec, MediaTokens
 from ...specs.norms import Norms
 from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from .. import gemma_3, reading, rotary
 from ..gemma_4 import family as gemma_4
 from ..reading import FULL, SLIDING
-from .layer import Gemma3nLayer
+from .layer import AltUpSpec, Gemma3nLayer
 
 #: Layers that are sparse, and how much, where no field says so.
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95
@@ -88,11 +88,11 @@ def _media(text: ConfigJson, whole: ConfigJson) -> tuple[MediaTokens, ...]:
     return tuple(found)
 
 
-def _streams(fields: ConfigJson) -> StreamsSpec:
+def _streams(fields: ConfigJson) -> AltUpSpec:
     count, active = fields.integer("altup_num_inputs"), fields.integer("altup_active_idx", least=0)
     if active >= count:
         raise fields.refuse("altup_active_idx", f"it must be below altup_num_inputs, {count}")
-    return StreamsSpec(count, active, fields.integer("laurel_rank"), fields.boolean("altup_correct_scale"))
+    return AltUpSpec(count, active, fields.integer("laurel_rank"), fields.boolean("altup_correct_scale"))
 
 
 def _feed_forwards(fields: ConfigJson) -> list[GatedSpec]:
@@ -176,7 +176,7 @@ _TENSORS = replace(
         )
     ),
 )
-_NOTES = f'{reading.ON_OPERATORS}; no adapters on `altup` matrices: train with `exclude_modules=".*altup.*"`'
+_NOTES = 'no adapters on `altup` matrices: train with `exclude_modules=".*altup.*"`'
 
 GEMMA_3N = Family("Gemma 3n", ("Gemma3nForCausalLM",), partial(_read, tensors=_PLAIN), _DEFAULTS, _PLAIN, _NOTES)
 GEMMA_3N_TEXT = Family(

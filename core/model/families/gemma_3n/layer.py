@@ -13,7 +13,8 @@ from ...compose.parts import own_input
 from ...program.op import STREAMS
 from ...program.ops.residual import Add
 from ...program.ops.rows import Scale
-from ...program.ops.streams import (
+from ...weights.slot import Keep, SlotTensor
+from .ops import (
     AddToOthers,
     CorrectStreams,
     JoinStreams,
@@ -22,13 +23,36 @@ from ...program.ops.streams import (
     StreamFactors,
     TakeStream,
 )
-from ...specs.layers import StreamsSpec
-from ...weights.slot import Keep, SlotTensor
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec:
+    """The residual is several streams of one width: a layer computes one of them, and predicts and corrects the others
+    (AltUp, arXiv 2301.13310; Gemma 3n). See `Gemma3nLayer`.
+    """
+
+    count: int
+
+    active: int
+    """The stream that layers compute."""
+
+    rank: int
+    """Width between the two matrices of what a layer adds beside attention, `n + norm(up(down(n)))` of attention's
+    input n (LAuReL, arXiv 2411.07501).
+    """
+
+    scaled: bool = True
+    """The active stream is multiplied by learned numbers where it gates the layer's further input."""
+
+    def num_weights(self, hidden: int, layers: int) -> int:
+        """Weights of the model's own matrices."""
+        del layers
+        return 2 * (self.count - 1) * hidden**2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3nLayer(DecoderLayer):
-    """See `StreamsSpec`. All streams are predicted from all, by factors that are made of the active one.
+    """See `AltUpSpec`. All streams are predicted from all, by factors that are made of the active one.
 
     The layer's parts take and give the active one, and by what they changed of it, all are corrected:
 
@@ -41,13 +65,13 @@ class Gemma3nLayer(DecoderLayer):
     the streams live across it.
     """
 
-    altup: StreamsSpec
+    altup: AltUpSpec
 
     input_size: int
     """See `LayerInputSpec.size`."""
 
     @property
-    def streams(self) -> StreamsSpec:
+    def streams(self) -> AltUpSpec:
         """See `LayerSpec.streams`."""
         return self.altup
 
@@ -94,10 +118,10 @@ class Gemma3nLayer(DecoderLayer):
         b.weight("stream_router", SlotTensor("altup.modality_router.weight", (count, b.hidden)))
         b.vector("stream_router_norm", "altup.router_norm.weight", b.hidden, factor=b.hidden**-1.0)
         slot = b.weight(f"stream_{name}", SlotTensor(f"altup.{name}_coefs.weight", (rows, count)))
-        return b.put(StreamFactors(x, "c", slot, b.norm_spec), rows)
+        return b.put(StreamFactors(x, "c", slot, b.norm_spec, rows), rows)
 
-    def _low_rank(self, b: Build, own: StreamsSpec, p: Value, o: Value) -> None:
-        """Add what is added beside attention; see `StreamsSpec.rank`."""
+    def _low_rank(self, b: Build, own: AltUpSpec, p: Value, o: Value) -> None:
+        """Add what is added beside attention; see `AltUpSpec.rank`."""
         n = self.normed(b, "attention_norm", p)
         low = b.linear("low_rank_down", n, "l", Proj("laurel.linear_left", own.rank), merges=False)
         low = b.linear("low_rank_up", low, "l", Proj("laurel.linear_right", b.hidden), merges=False)

@@ -183,19 +183,18 @@ _TENSORS = replace(
     ),
 )
 
-_NOTES = f"with inputs of layers (E2B, E4B) {reading.ON_OPERATORS}"
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
 
 _NULLS = ("final_logit_softcapping",)
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES, nulls=_NULLS)
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, nulls=_NULLS)
 GEMMA_4_TEXT = Family(
     "Gemma 4 with images",
     ("Gemma4ForConditionalGeneration",),
     _read_text,
     _DEFAULTS,
     _TENSORS,
-    f"{SEES}, no sound; {_NOTES}",
+    f"{SEES}, no sound",
     nulls=_NULLS,
     shape=text_shape(262144, 2304, 9216, 30, 8),
     vision=VisionSpec(
@@ -214,7 +213,6 @@ GEMMA_4_UNIFIED = Family(
     _read_plain,
     _UNIFIED,
     _PLAIN,
-    _NOTES,
     nulls=_NULLS,
 )
 GEMMA_4_UNIFIED_TEXT = Family(
@@ -223,7 +221,6 @@ GEMMA_4_UNIFIED_TEXT = Family(
     _read_text,
     _UNIFIED,
     _TENSORS,
-    _NOTES,
     nulls=_NULLS,
     shape=text_shape(262144, 2304, 9216, 30, 8),
 )

@@ -136,8 +136,7 @@ LONGCAT_FLASH = Family(
     _TENSORS,
     notes=(
         f"{reading.LATENTS_NOTE}; draft layers (`mtp`) are left out; adapters' tensors of routers have no effect, "
-        "as in PEFT; by ranks only if `zero_expert_num` is 0; "
-        f"{reading.ON_OPERATORS}"
+        "as in PEFT; by ranks only if `zero_expert_num` is 0"
     ),
     nulls=("num_key_value_heads", "qk_head_dim", "zero_expert_num"),
 )

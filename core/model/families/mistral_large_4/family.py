@@ -166,7 +166,8 @@ MISTRAL_LARGE_4 = Family(
         "bos_token_id": 1,
     },
     _TENSORS,
-    notes=f"{reading.INDEXER_NOTE}; draft layers (`mtp_dspark`) are left out",
+    notes=f"{reading.INDEXER_NOTE}; with `kv_source_layers` {reading.ON_OPERATORS}; draft layers (`mtp_dspark`) are "
+    "left out",
     nulls=("indexer_types", "index_topk_pattern", "kv_source_layers", "num_key_value_heads"),
     shape=text_shape(204800, 6144, 24576, 72, 64),
 )

@@ -32,7 +32,7 @@ class MistralLarge4Layer(DecoderLayer):
         ih = None if index is None else self._index_queries(b, index, n)
         queries = queries_of(b, a, normed_latent(b, latent, own.queries)) if latent.q_rank else own.queries
         if index is not None and ih is not None:
-            put_index(b, index, _grown(b, ih, "ih", index.heads, "index_growth", _INDEX), own, n)
+            put_index(b, a, index, _grown(b, ih, "ih", index.heads, "index_growth", _INDEX), own, n)
         heads = ((a.num_heads, a.num_heads),)
         queries = _grown(b, queries, "qh", a.num_heads, "growth", "self_attn", heads)
         return attended(b, a, queries, own.kept, take_gates(b, a, own.gates))

@@ -160,6 +160,6 @@ SPARK = Family(
         "eos_token_id": 200001,
     },
     replace(_NAMES, left_out=(*_NAMES.left_out, *(f"{outer}audio_tower." for outer in ("", "model.")))),
-    notes=f"{GLIMMER.notes}; {reading.ON_OPERATORS}",
+    notes=GLIMMER.notes,
     shape=text_shape(202048, 8192, 16384, 62, 128),
 )

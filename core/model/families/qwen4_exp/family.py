@@ -14,14 +14,13 @@ from ...specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ...specs.config import ModelConfig
 from ...specs.family import Family, text_shape
 from ...specs.feed_forward import Routing
-from ...specs.gated_streams import GatedStreamsSpec
 from ...specs.indexer import MeanIndexerSpec
 from ...specs.ngrams import NgramSpec
 from ...specs.norms import Norms
 from ...specs.recurrent import GatedDeltaSpec
 from ...specs.tensor_names import TensorNames
 from .. import qwen3_5, reading, rotary
-from .layer import GatedStreamsLayer
+from .layer import GatedStreamsLayer, GatedStreamsSpec
 
 _LINEAR, _INDEXED = "linear_attention", "indexed_attention"
 

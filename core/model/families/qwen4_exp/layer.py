@@ -12,19 +12,42 @@ from typing import Any
 from ...compose.build import Build, Proj, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...program.op import STREAMS, View
-from ...program.ops.gated_streams import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
 from ...program.ops.hyper import CopyToStreams, GiveToStreams
 from ...program.ops.mix import Mix
 from ...program.ops.residual import Replace
 from ...program.ops.rows import Scale
-from ...specs.gated_streams import GatedStreamsSpec
 from ...specs.ngrams import FACTORS, TABLE, NgramSpec
 from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
 from ...weights.slots import LOOKUP, LOOKUP_TABLE
+from .ops import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
 
 #: The beginning of the slots of what takes of the streams.
 _SLOTS = {"attn": "streams_mixer_streams", "mlp": "streams_mlp_streams", "join": "streams_join"}
+
+
+@dataclass(frozen=True, slots=True)
+class GatedStreamsSpec:
+    """The residual is several streams s of one width, which are equal before the layers (Qwen4-Exp).
+
+    For each part f of a layer, where n is the norm of each stream by itself, with weights of all streams:
+
+        gates = sigmoid(up(silu(down(n) / count)))      of each element of n
+        give = 2 · sigmoid(inject(n) / count)           a number for each stream
+        s += give ⊗ f(mean(gates · n))
+
+    Such a mean is also what is left behind all layers, in place of a norm.
+    """
+
+    count: int
+
+    rank: int
+    """Width between down and up."""
+
+    def num_weights(self, hidden: int, layers: int) -> int:
+        """Weights of the model's own matrices: none, as all are projections of layers."""
+        del hidden, layers
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,7 +213,6 @@ ZAMBA = Family(
             **{f"mlp.{each}_proj": f"{_FIRST_BLOCK}.feed_forward.{each}_proj" for each in ("gate", "up")},
         },
     ),
-    notes=reading.ON_OPERATORS,
     nulls=("attention_head_dim", "attention_hidden_size"),
 )
 

@@ -5,13 +5,15 @@ Tests: tests/core/model/program/test_ends.py, tests/core/layers/test_gated_resid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layer_program import Kept
-from ..op import EMBEDDED, STREAM, Op
+from ..op import EMBEDDED, INPUTS, STREAM, Op
 
 if TYPE_CHECKING:
+    from ..lowering import Lowering
     from ..torch_step import OpContext, Run, Step
 
 
@@ -53,6 +55,19 @@ class Embed(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`. The decoder itself has those to which adapters add."""
+        from ..native_binding import weight_of
+
+        out, table = to.held_as(to.written(at)), weight_of(self.table)
+        rows = self.first_from
+        own = {"width": out.value.width, "factor": self.factor, "table": table}
+        to.emit("LookUp", out=out, rows=(lambda at: len(table(at))) if rows is None else rows, **own)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return to.lasting[INPUTS].width
+
 
 @dataclass(frozen=True, slots=True)
 class AddPositions(Op):
@@ -84,7 +99,6 @@ class EmbedMedia(Op):
     READS = ("x",)
     WRITES = ("out",)
     SLOTS = ("table",)
-    LACKS = "embedding of tokens of images and sound"
 
     x: str
     out: str
@@ -105,6 +119,15 @@ class EmbedMedia(Op):
             step.names[self.out] = torch.where((places >= 0)[:, None], own, rows)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_binding import weight_of
+
+        to.need("OpKind.kLookUp", "embedding of tokens of images and sound")
+        table, width = weight_of(self.table), to.stream.value.width
+        own = {"factor": 1.0, "first": self.first, "rows": lambda at: len(table(at)), "keeps": 1, "table": table}
+        to.emit("LookUp", out=to.stream, width=width, **own)
 
     def detail(self) -> str:
         """See `Op.detail`."""
@@ -158,6 +181,9 @@ class KeepEmbeddings(Op):
             step.names[self.out] = x.clone() if memory is None else memory.copy_(x)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`. The first layer's ops begin with it."""
 
     def detail(self) -> str:
         """See `Op.detail`."""

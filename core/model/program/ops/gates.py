@@ -5,12 +5,14 @@ Tests: tests/core/layers/test_latent_gates.py, tests/core/paths
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..op import Op, Read
+from ..op import NoNativeOp, Op, Read
 
 if TYPE_CHECKING:
+    from ..lowering import Lowering
     from ..torch_step import OpContext, Run, Step
 
 
@@ -37,6 +39,13 @@ class GateOutput(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`. `Heads` lists gates of what grouped attention gives."""
+        to.need("OpKind.kGate", "gates apart from attention")
+        x, gates, out = to.read(at, self.x)[0], to.read(at, self.gates)[0], to.out(to.written(at))
+        own = {"width": x.value.width, "softplus": int(self.softplus)}
+        to.emit("Gate", x=x, gates=gates, out=out, **own)
+
 
 @dataclass(frozen=True, slots=True)
 class TakeGates(Op):
@@ -46,7 +55,6 @@ class TakeGates(Op):
 
     READS = ("x",)
     WRITES = ("out",)
-    LACKS = "gates of what latent attention gives"
 
     x: Read
     out: str
@@ -64,6 +72,18 @@ class TakeGates(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        (x, column, width), out = to.read(at, self.x), to.out(to.written(at))
+        step = width // self.heads
+        first = max(0, step - self.width)
+        own = {"width": self.width, "groups": self.heads, "step": step, "spread": int(step == 1)}
+        to.emit("Copy", x=x, column=column + first, out=out, out_column=0, **own)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return self.heads * self.width
+
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"{self.width} for each of {self.heads} heads"
@@ -75,7 +95,6 @@ class SparseGates(Op):
 
     READS = ("x",)
     WRITES = ("out",)
-    LACKS = "sparse gate"
 
     x: str
     out: str
@@ -91,3 +110,12 @@ class SparseGates(Op):
             step.names[self.out] = with_sparse_gates(step.names[self.x], self.sparsity, model.ranks)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from .....ops.elementwise.sparse_gates import deviations
+
+        if to.has_ranks:
+            raise NoNativeOp("sparse gate of which ranks have shares")
+        x, out = to.read(at, self.x)[0], to.out(to.written(at))
+        to.emit("SparseGates", x=x, size=x.value.width // 2, out=out, deviations=deviations(self.sparsity))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...specs.attention import AttentionSpec, DifferenceSpec, HeadNorm
+from ...specs.attention import AttentionSpec, DifferenceSpec, HeadNorm, OutputGate
 from ...specs.norms import NormSpec
 from ...specs.rope_config import rope_described
 from ..layer_program import Kept
@@ -19,6 +19,7 @@ from .gates import GateOutput
 
 if TYPE_CHECKING:
     from ..lowering import Lowering
+    from ..native_registers import Held
     from ..torch_step import OpContext, Run, Step
 
 
@@ -98,18 +99,37 @@ class Heads(Op):
         """See `Op.native`."""
         from ..native_attention import OUTPUT_GATES, attend_arguments
 
-        attend, mixer = to.ops[at + 1], self.attention
+        mixer, own_at = self.attention, next((i for i in range(at, len(to.ops)) if isinstance(to.ops[i], Attend)), at)
+        attend = to.ops[own_at]
         if not isinstance(attend, Attend) or attend.q != self.q:
             raise NoNativeOp("queries that something else than attention reads")
         if mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL:
             raise NoNativeOp("norm of all heads of keys that are values")
-        gate = next((i for i in range(at + 2, len(to.ops)) if isinstance(to.ops[i], GateOutput)), None)
-        last = at + 1 if gate is None or self.gates is None else gate
+        for between in range(at + 1, own_at):  # what chooses the blocks that are attended to
+            to.list_op(between)
+        has_gates = self.gates is not None and isinstance(to.next(own_at), GateOutput)
+        last = own_at + has_gates
         q, x = to.held_as(to.written(at), "Rounded"), to.read(at, self.x)[0]
-        own = {"output_gate": OUTPUT_GATES[mixer.output_gate], "softplus_gates": int(mixer.softplus_gates)}
+        own: dict[str, Any] = {"output_gate": OUTPUT_GATES[mixer.output_gate]}
+        own["softplus_gates"] = int(mixer.softplus_gates)
+        if self.gates is not None and not has_gates:
+            own |= self._kept_gates(to, at, x, self.gates)
+        if attend.chosen is not None:
+            own["chosen"] = to.held(own_at, attend.chosen, "Indices")
         out = to.rounded(to.written(last))
         to.emit("Attend", x=x, q=q, out=out, **own, **attend_arguments(mixer, self.norm))
-        to.done |= {at + 1, last}
+        to.done |= {own_at, last}
+
+    def _kept_gates(self, to: Lowering, at: int, x: Held, gates: str) -> dict[str, Any]:
+        """Keep gates for a later op. Returns the arguments of attention without gates."""
+        from ..native_attention import OUTPUT_GATES
+
+        mixer = self.attention
+        if mixer.output_gate is not OutputGate.APART:
+            raise NoNativeOp("gates beside heads that something else than attention reads")
+        own = {"x": x, "column": mixer.q_size + 2 * mixer.kv_size, "width": mixer.q_size, "out_column": 0}
+        to.emit("Copy", **own, out=to.held_as(to.written(at, gates)))
+        return {"output_gate": OUTPUT_GATES[None], "softplus_gates": 0}
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
@@ -185,7 +205,6 @@ class GrowHeads(Op):
     READS = ("x",)
     WRITES = ("out",)
     SLOTS = ("weight",)
-    LACKS = "learned factors of softmax"
 
     x: Read
     out: str
@@ -203,6 +222,15 @@ class GrowHeads(Op):
             step.names[self.out] = (x.unflatten(1, (self.heads, -1)) * factors[..., None]).flatten(1)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_binding import weight_of
+
+        to.need("OpKind.kGrow", "learned factors of softmax")
+        (x, column, width), out = to.read(at, self.x), to.out(to.written(at))
+        own = {"heads": self.heads, "width": width // self.heads, "weight": weight_of(self.weight)}
+        to.emit("Grow", x=x, column=column, out=out, **own)
 
 
 @dataclass(frozen=True, slots=True)

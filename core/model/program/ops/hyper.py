@@ -5,17 +5,22 @@ Tests: tests/core/layers/test_hyper_connections.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...specs.hyper_connections import HyperConnectionSpec
 from ..layer_program import Kept
-from ..op import STREAM, STREAMS, Op
+from ..op import STREAM, STREAMS, NoNativeOp, Op
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..lowering import Lowering
     from ..torch_step import OpContext, Run, Step
+
+#: The most streams that the native library mixes.
+MOST_STREAMS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,6 @@ class ConnectStreams(Op):
     READS = ("streams",)
     WRITES = ("take", "give", "mix")
     SLOTS = ("weight", "base", "scale")
-    LACKS = "residual of several streams"
 
     hyper: HyperConnectionSpec
     weight: str
@@ -64,6 +68,31 @@ class ConnectStreams(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        import torch
+
+        from ..native_binding import weight_of
+
+        spec, (streams, _, width) = self.hyper, to.read(at, self.streams)
+        to.need("OpKind.kConnect", "residual of several streams")
+        if spec.count > MOST_STREAMS:
+            raise NoNativeOp(f"more than {MOST_STREAMS} residual streams")
+        normed, ones = to.temporary("normed", width), torch.ones(width)
+        to.emit("Norm", x=streams, column=0, width=width, out=normed, norm="kRms", eps=spec.eps, weight=ones)
+        rows = spec.count * (1 + (self.give is not None)) + (0 if self.mix is None else spec.count**2)
+        m, w = to.temporary("m", rows), weight_of(self.weight)
+        to.emit("Product", x=normed, column=0, width=width, out=m, outputs=rows, w=w)
+        numbers = {"floor": spec.floor, "magnitude": spec.magnitude, "given_floor": spec.given_floor}
+        parts = {"take": self.take, "give": self.give, "mix": self.mix}
+        outs = {name: to.held_as(to.written(at, each)) for name, each in parts.items() if each is not None}
+        own = {"base": weight_of(self.base), "scale": weight_of(self.scale), "rounds": spec.rounds}
+        to.emit("Connect", m=m, count=spec.count, **outs, **numbers, **own)
+
+    def columns_of(self, write: str, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns_of`."""
+        return self.hyper.count ** (2 if write == self.mix else 1)
+
     def detail(self) -> str:
         """See `Op.detail`."""
         mixed = "" if self.mix is None else f", mixed by {self.hyper.rounds} rounds of Sinkhorn-Knopp"
@@ -92,6 +121,17 @@ class SumStreams(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        width, own = self.columns((), to), {} if self.take is None else {"mix": to.held(at, self.take)}
+        streams, _, columns = to.read(at, self.streams)
+        shape = {"count": columns // width, "outs": 1, "width": width, "mixed": "kByNumbers"}
+        to.emit("Streams", s=streams, out=to.out(to.written(at)), **shape, **own)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return to.stream.value.width
+
 
 @dataclass(frozen=True, slots=True)
 class GiveToStreams(Op):
@@ -117,6 +157,16 @@ class GiveToStreams(Op):
             streams.copy_(kept + names[self.give][:, :, None] * names[self.y].float()[:, None])
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        (streams, _, columns), y, width = to.read(at, self.streams), to.read(at, self.y)[0], to.stream.value.width
+        count = columns // width
+        own: dict[str, Any] = {"mixed": "kKept"}
+        if self.mix is not None:
+            own = {"mixed": "kByTransposed", "mix": to.held(at, self.mix)}
+        shape = {"count": count, "outs": count, "width": width}
+        to.emit("Streams", s=streams, out=streams, y=y, give=to.held(at, self.give), **shape, **own)
 
     def formula(self) -> str:
         """See `Op.formula`."""
@@ -147,6 +197,16 @@ class CopyToStreams(Op):
             step.names[self.streams] = streams.contiguous() if memory is None else memory.copy_(streams)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        x, column, width = to.read(at, self.x)
+        own = {"width": width, "groups": self.count, "out_column": 0}
+        to.emit("Copy", x=x, column=column, out=to.held_as(to.written(at)), **own)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return self.count * given[0]
 
     def detail(self) -> str:
         """See `Op.detail`."""

@@ -5,20 +5,23 @@ Tests: tests/core/layers/test_indexer.py, tests/core/layers/test_key_blocks.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...specs.attention import AttentionSpec
 from ...specs.indexer import BlockIndexerSpec, IndexerSpec
 from ...specs.norms import NormSpec
-from ...specs.rope_config import rope_described
+from ...specs.rope_config import RopeConfig, rope_described
 from ..layer_program import Kept
-from ..op import Op, Read
+from ..op import NoNativeOp, Op, Read
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..lowering import Lowering
+    from ..native_registers import Held
     from ..torch_step import OpContext, Run, Step
 
 
@@ -33,13 +36,13 @@ class Index(Op):
     READS = ("x", "key", "factors", "rows")
     WRITES = ("q", "weights")
     SLOTS = ("norm", "gates")
-    LACKS = "indexer of sparse attention"
 
     x: Read
     key: Read
     factors: Read
     q: str
     weights: str
+    attention: AttentionSpec
     indexer: IndexerSpec
     norm: str = "index_norm"
     rows: Read | None = None
@@ -74,6 +77,44 @@ class Index(Op):
                 names[self.weights] = factors(names).clone() if weights is None else weights.copy_(factors(names))
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_attention import index_keys
+        from ..native_binding import weight_of
+
+        spec = self.indexer
+        to.need("OpKind.kChoose", "indexer of sparse attention")
+        key, column, width = to.read(at, self.key)
+        normed = to.temporary("key", width)
+        to.emit(
+            "Norm",
+            x=key,
+            column=column,
+            width=width,
+            out=normed,
+            norm="kBiasedLayer",
+            eps=spec.eps,
+            weight=weight_of(self.norm),
+        )
+        kept = to.temporary("kept", spec.kept_dim)
+        first = spec.key_dim - spec.rope.dim if spec.rotates_last and spec.rope is not None else 0
+        _turn(to, (normed, 0), kept, (1, width), spec.rope, first)
+        if self.rows is not None and self.gates is not None:
+            rows, column, of_rows = to.read(at, self.rows)
+            own = {"x": rows, "column": column, "width": of_rows, "outputs": width, "out_column": width}
+            to.emit("Product", **own, out=kept, w=weight_of(self.gates))
+        to.emit("KeepIndex", x=kept, column=0, keys=index_keys(self.attention))
+        q, column, _ = to.read(at, self.x)
+        out = to.held_as(to.written(at, self.q), "Rounded")
+        _turn(to, (q, column), out, (spec.heads, spec.key_dim), spec.rope, first)
+        factors, column, width = to.read(at, self.factors)
+        own = {"x": factors, "column": column, "width": width, "out_column": 0}
+        to.emit("Copy", **own, out=to.held_as(to.written(at, self.weights)))
+
+    def columns_of(self, write: str, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns_of`."""
+        return self.indexer.heads if write == self.weights else self.indexer.query_size
 
     def detail(self) -> str:
         """See `Op.detail`."""
@@ -127,6 +168,25 @@ class Choose(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_attention import index_keys
+        from ..native_binding import weight_of
+
+        spec = self.attention.indexer
+        assert spec is not None, "the layer has an indexer"
+        q, weights = to.held(at, self.q, "Rounded"), to.held(at, self.weights)
+        own: dict[str, Any] = {"heads": spec.heads, "top_k": self.attention.top_k, "scale": spec.key_dim**-0.5}
+        out = to.held_as(to.written(at), "Indices")
+        if self.biases is not None:
+            own |= {"pool": spec.pool, "biases": weight_of(self.biases)}
+        keys = index_keys(self.attention)
+        to.emit("Choose", q=q, weights=weights, out=out, **own, factor=spec.heads**-0.5, keys=keys)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return self.attention.top_k or 0
+
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"{self.attention.top_k:,} tokens by the scores of all heads"
@@ -143,7 +203,6 @@ class IndexBlocks(Op):
     READS = ("x", "key")
     WRITES = ("q",)
     SLOTS = ("q_norm", "k_norm")
-    LACKS = "indexer of blocks of keys"
 
     x: Read
     key: Read
@@ -178,6 +237,30 @@ class IndexBlocks(Op):
                 names[self.q] = rotate(rows, rotation, q_norm, eps, step.kept.get(q_out))
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ...specs.indexer import MeanIndexerSpec
+        from ..native_attention import index_keys
+        from ..native_binding import weight_of
+
+        spec = self.indexer
+        to.need("OpKind.kChoose", "indexer of blocks of keys")
+        if isinstance(spec, MeanIndexerSpec):
+            raise NoNativeOp("indexer of means of keys")
+        kept = to.temporary("key", spec.key_dim)
+        q = to.held_as(to.written(at), "Rounded")
+        for read, heads, weight, out in ((self.key, 1, self.k_norm, kept), (self.x, spec.heads, self.q_norm, q)):
+            x, column, width = to.read(at, read)
+            normed = to.temporary("normed", width)
+            own = {"norm": "kRms", "eps": self.norm.eps, "weight": weight_of(weight), "groups": heads}
+            to.emit("Norm", x=x, column=column, width=spec.key_dim, out=normed, **own)
+            _turn(to, (normed, 0), out, (heads, spec.key_dim), spec.rope, 0)
+        to.emit("KeepIndex", x=kept, column=0, keys=index_keys(self.attention))
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return self.indexer.query_size
 
     def detail(self) -> str:
         """See `Op.detail`."""
@@ -233,9 +316,36 @@ class ChooseBlocks(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_attention import index_keys
+
+        spec, q = self.indexer, to.held(at, self.q, "Rounded")
+        own = {"heads": spec.heads, "top_k": spec.top_k, "block": spec.block, "local": spec.local}
+        out = to.held_as(to.written(at), "Indices")
+        to.emit("Choose", q=q, out=out, **own, keys=index_keys(self.attention))
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return self.indexer.heads * self.indexer.top
+
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"{self.indexer.top} blocks of {self.indexer.block} tokens by {self.indexer.scored_by}"
+
+
+def _turn(
+    to: Lowering, x: tuple[Held, int], out: Held, heads: tuple[int, int], rope: RopeConfig | None, first: int
+) -> None:
+    """List the rotation of heads. x: a buffer and a column. heads: their number and elements. first: that rotates."""
+    from ..native_attention import rotation_of
+
+    (held, column), (count, width) = x, heads
+    if rope is None:
+        to.emit("Copy", x=held, column=column, width=count * width, out=out, out_column=0)
+        return
+    shape = {"heads": count, "width": width, "first": first, "interleaved": int(rope.interleaved)}
+    to.emit("Rotate", x=held, column=column, out=out, **shape, **rotation_of(rope))
 
 
 def _turning_first(x: Tensor, spec: IndexerSpec) -> Tensor:

@@ -91,20 +91,22 @@ class Latents(Op):
         """Write latents to their pages right after the GEMM that makes them, and attend over them."""
         from ..native_attention import latent_arguments
 
-        attend = to.ops[at + 1]
+        last = next((i for i in range(at + 1, len(to.ops)) if isinstance(to.ops[i], LatentAttend)), at)
+        attend = to.ops[last]
         if not isinstance(attend, LatentAttend) or attend.q != self.q:
             raise NoNativeOp("queries that something else than attention reads")
-        if attend.sinks is not None:
-            raise NoNativeOp("sink of latent attention")
         latent = latent_arguments(self.attention, self.latent, to.kv_up())
         if self.kept is None:
             raise NoNativeOp("latents of an earlier layer")
         x, column, _ = to.read(at, self.kept)
         to.emit_behind(x, "Keep", x=x, column=column, latent=latent)
-        out = to.rounded(to.written(at + 1))
+        for between in range(at + 1, last):  # what chooses the tokens that are attended to
+            to.list_op(between)
+        out = to.rounded(to.written(last))
         q, column, _ = to.read(at, self.x)
-        to.emit("LatentAttend", q=q, out=out, column=column, layer=to.index, latent=latent)
-        to.done.add(at + 1)
+        own = {} if attend.chosen is None else {"chosen": to.held(last, attend.chosen, "Indices")}
+        to.emit("LatentAttend", q=q, out=out, column=column, layer=to.index, latent=latent, **own)
+        to.done.add(last)
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .....memory.pages.projections import Role
 from ..op import Op, Read, name_of
 from .rows import Activate, Scale
 
@@ -85,6 +86,13 @@ class Gemm(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
+        from ..native_binding import weight_of
+
+        if self.weight == Role.INPUTS:
+            module, inputs, outputs = to.model_product(Role.INPUTS)
+            own = {"inputs": inputs, "outputs": outputs, "module": module, "w": weight_of(self.weight)}
+            to.emit("Multiply", x=to.read_rounded(at, self.x), out=to.held_as(to.written(at)), **own)
+            return
         if self._gate_up(to, at):
             return
 
@@ -104,12 +112,10 @@ class Gemm(Op):
 
     def _gate_up(self, to: Lowering, at: int) -> bool:
         """List gate, up and their activation as one op; False if something else comes between them."""
-        last, factor = at + 1, 1.0
-        if (scale := to.next(at)) is None:
-            return False
+        last, factor, scale = at + 1, 1.0, to.next(at)
         if isinstance(scale, Scale) and scale.in_place and scale.weight is None and name_of(scale.x) == self.out:
             last, factor = last + 1, scale.factor
-        activate = to.ops[last]
+        activate = to.next(last - 1)
         if not isinstance(activate, Activate) or activate.x != self.out:
             return False
         if len(to.readers(to.written(at))) > last - at:  # others read it, too
@@ -122,6 +128,8 @@ class Gemm(Op):
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
+        if self.weight == Role.INPUTS:
+            return to.model_product(Role.INPUTS)[2]
         return to.gemm_shape(self.weight)[1].outputs
 
     def formula(self) -> str:

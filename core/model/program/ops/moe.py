@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...specs.feed_forward import Experts
 from ..layer_program import Kept
-from ..op import LATE, ROUTED, NoNativeOp, Op, Read, name_of
+from ..op import ROUTED, NoNativeOp, Op, Read, name_of
 
 if TYPE_CHECKING:
     from .....ops.moe.routing import Routing
@@ -73,8 +73,6 @@ class Moe(Op):
 
         if (lack := what_native_lacks(self.spec)) is not None:
             raise NoNativeOp(lack)
-        if self.out == LATE:
-            raise NoNativeOp("mixture that is added behind the next layer")
         x = to.read_rounded(at, self.x)
         to.route(x if self.routed is None else to.read_rounded(at, self.routed))
         to.arrive()
@@ -95,7 +93,7 @@ class SharedExpert(Op):
     READS = ("x",)
     WRITES = ("out",)
     SLOTS = ("experts",)
-    LACKS = "shared expert beside experts of latents"
+    ROUNDED = True
 
     x: Read
     out: str
@@ -114,6 +112,14 @@ class SharedExpert(Op):
             step.names[self.out] = of_shared(read(step.names), experts, self.spec, added)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        x = to.read_rounded(at, self.x)
+        to.arrive()
+        own = {"layer": to.index, "experts": _shared_address, "targets": _shared_targets}
+        to.emit("Moe", x=x, **own)
+        to.give(at, lambda out, _: to.emit("Combine", out=out, **own))
 
     def detail(self) -> str:
         """See `Op.detail`."""
@@ -208,3 +214,11 @@ def _mixture_address(at: LayerBinding) -> Any:
 
 def _mixture_targets(at: LayerBinding) -> Any:
     return None if at.mixture is None else at.mixture.targets
+
+
+def _shared_address(at: LayerBinding) -> Any:
+    return None if at.mixture is None or at.mixture.shared is None else at.mixture.shared.weights
+
+
+def _shared_targets(at: LayerBinding) -> Any:
+    return None if at.mixture is None or at.mixture.shared is None else at.mixture.shared.targets

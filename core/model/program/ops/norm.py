@@ -69,7 +69,6 @@ class NormHeads(Op):
 
     READS = ("x",)
     WRITES = ("out",)
-    LACKS = "norm of each head's output"
 
     x: str
     out: str
@@ -90,6 +89,14 @@ class NormHeads(Op):
 
         return run
 
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        import torch
+
+        (x, column, width), out, ones = to.read(at, self.x), to.out(to.written(at)), torch.ones(self.width)
+        own = {"norm": "kRms", "eps": self.eps, "weight": ones, "groups": width // self.width}
+        to.emit("Norm", x=x, column=column, width=self.width, out=out, **own)
+
 
 @dataclass(frozen=True, slots=True)
 class NormScaled(Op):
@@ -98,7 +105,6 @@ class NormScaled(Op):
     READS = ("x",)
     WRITES = ("out",)
     SLOTS = ("weight",)
-    LACKS = "norm of a part's output that is scaled first"
 
     x: str
     out: str
@@ -115,6 +121,18 @@ class NormScaled(Op):
             step.names[self.out] = scaled_norm(step.names[self.x], step.layers[index][self.weight], self.eps)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        import torch
+
+        from ..native_binding import weight_of
+
+        (x, column, width), out = to.read(at, self.x), to.out(to.written(at))
+        scaled, ones = to.temporary("scaled", width), torch.ones(width)
+        own = {"x": x, "column": column, "width": width, "out_column": 0, "factor": 1.0}
+        to.emit("Scale", **own, out=scaled, weights=weight_of(self.weight))
+        to.emit("Norm", x=scaled, column=0, width=width, out=out, norm="kRms", eps=self.eps, weight=ones)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +159,14 @@ class NormParts(Op):
             step.names[self.out] = rms_norm(x.reshape(-1, len(weight)), weight, self.eps).view(x.shape)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_binding import weight_of
+
+        (x, column, width), out, groups = to.read(at, self.x), to.out(to.written(at)), to.num_layers
+        own = {"norm": "kRms", "eps": self.eps, "weight": weight_of(self.weight), "groups": groups}
+        to.emit("Norm", x=x, column=column, width=width // groups, out=out, **own)
 
     def detail(self) -> str:
         """See `Op.detail`."""

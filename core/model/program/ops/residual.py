@@ -126,7 +126,7 @@ class AddGated(Op):
     READS = ("x", "y")
     WRITES = ("x",)
     SLOTS = ("gate",)
-    LACKS = "gated residual stream"
+    IN_PLACE = True
 
     x: str
     y: str
@@ -142,6 +142,18 @@ class AddGated(Op):
             x.copy_(alpha * x + beta * y)
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        from ..native_binding import weight_of
+
+        gate = weight_of(self.gate)
+        x, y = to.held(at, self.x), to.held(at, self.y)
+        width, gated = x.value.width, to.temporary("gated", x.value.width)
+        own = {"column": 0, "width": width, "out_column": 0, "factor": 1.0}
+        to.emit("Scale", x=x, out=x, weights=lambda at: gate_factors(gate(at), self.temperature)[0], **own)
+        to.emit("Scale", x=y, out=gated, weights=lambda at: gate_factors(gate(at), self.temperature)[1], **own)
+        to.emit("Add", x=x, y=gated, width=width, factor=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,13 +87,14 @@ class Activate(Op):
 
     def native_arguments(self, size: int) -> dict[str, Any]:
         """Arguments of the library's ops that activate. size: columns of what is written."""
-        from ...native_names import native_activation
+        from ...native_names import native_gating
         from ..native_binding import weight_of
 
-        if (activation := native_activation(self.activation)) is None:
+        if (gating := native_gating(self.activation)) is None:
             raise NoNativeOp(f"activation {self.activation}")
         xielu = None if self.parameters is None else weight_of(self.parameters)
-        return {"size": size, "activation": activation, "xielu": xielu}
+        numbers = {"alpha": gating.alpha, "limit": gating.limit} if gating.limit else {}
+        return {"size": size, "activation": gating.activation, "xielu": xielu, **numbers}
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
@@ -240,7 +241,6 @@ class TakeInput(Op):
 
     READS = ("inputs",)
     WRITES = ("out",)
-    LACKS = "further input of layers"
 
     out: str = FURTHER
     inputs: str = INPUTS
@@ -254,3 +254,14 @@ class TakeInput(Op):
             step.names[self.out] = inputs.view(len(inputs), layers, -1)[:, index]
 
         return run
+
+    def native(self, to: Lowering, at: int) -> None:
+        """See `Op.native`."""
+        to.need("OpKind.kLookUp", "further input of layers")
+        x, out = to.read(at, self.inputs)[0], to.out(to.written(at))
+        width = out.value.width
+        to.emit("Copy", x=x, column=to.index * width, width=width, out=out, out_column=0)
+
+    def columns(self, given: Sequence[int], to: Lowering) -> int:
+        """See `Op.columns`."""
+        return given[0] // to.num_layers

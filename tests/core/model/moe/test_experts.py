@@ -16,6 +16,7 @@ from chorus.core.model.specs.feed_forward import (
     BoundedSwiglu,
     ClampedSwiglu,
     Experts,
+    LimitedSwiglu,
     Routing,
     Scoring,
 )
@@ -112,10 +113,10 @@ def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ListedExper
 
     shared = spec.shared_size
     return ListedExperts(
-        router=pack(torch.randn(spec.count, HIDDEN, generator=generator)),
+        router=pack(torch.randn(spec.choices, HIDDEN, generator=generator)),
         gate_up=[matrix(2 * spec.size, HIDDEN) for _ in range(spec.count)],
         down=[matrix(HIDDEN, spec.size) for _ in range(spec.count)],
-        correction=torch.randn(spec.count, generator=generator) if spec.routing.corrected else None,
+        correction=torch.randn(spec.choices, generator=generator) if spec.routing.corrected else None,
         shared_gate_up=matrix(2 * shared, HIDDEN) if shared else None,
         shared_down=matrix(HIDDEN, shared) if shared else None,
         shared_gate=torch.randn(1, HIDDEN, generator=generator) if spec.shared_gate else None,
@@ -135,6 +136,8 @@ SPECS = {
     ),
     "bounded": replace(SPEC, activation=BoundedSwiglu(0.6)),
     "bounded, shared": replace(SPEC, shared_size=24, shared_activation=BoundedSwiglu(0.2)),
+    "limited": replace(SPEC, activation=LimitedSwiglu(0.6), shared_size=24, shared_activation=Activation.SILU),
+    "idle": replace(SPEC, idle=5, routing=replace(SPEC.routing, corrected=True)),
     "sigmoid": replace(SPEC, shared_size=24, routing=Routing(4, Scoring.SIGMOID, True, groups=4, kept_groups=2)),
 }
 
@@ -169,6 +172,9 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
         if isinstance(activation, BoundedSwiglu):
             limit = activation.limit
             return torch.nn.functional.silu(gate).minimum(torch.tensor(limit)) * up.clamp(-limit, limit)
+        if isinstance(activation, LimitedSwiglu):
+            limit = activation.limit
+            return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         if activation is Activation.SILU:
             return torch.nn.functional.silu(gate) * up
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
@@ -187,7 +193,7 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
     matrices += [each for each in (weights.gate_up_bias, weights.down_bias) if each is not None]
     for row, chosen, factors, found in zip(rows, *choice, mix_experts(rows, weights, spec), strict=True):
         want = sum(
-            factor * expert(row, *(each[index] for each in matrices))
+            factor * (expert(row, *(each[index] for each in matrices)) if index < spec.count else row)
             for index, factor in zip(chosen.tolist(), factors.double(), strict=True)
         )
         if weights.shared_gate_up is not None:

@@ -202,7 +202,9 @@ def _native(config: ModelConfig) -> Any:
     except NoNativeOp as error:
         return f"no {error}"
     layers = [[[op.kind, _arguments(op.arguments)] for op in ops] for ops in program._ops]  # noqa: SLF001
-    return {"registers": _plain(program.registers), "layers": _once(layers)}
+    ends = {"before": program.before, "behind": program.behind}
+    listed = {name: [[op.kind, _arguments(op.arguments)] for op in ops] for name, ops in ends.items() if ops}
+    return {"registers": _plain(program.registers), "layers": _once(layers), **listed}
 
 
 def _arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from chorus.core.model.batch import StepBatch
 from chorus.core.model.compose.build import Build
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
-from chorus.core.model.families.gemma_3n.layer import Gemma3nLayer
 from chorus.core.model.families.gemma_4.layer import Gemma4Layer
 from chorus.core.model.families.muse.layer import MuseLayer
 from chorus.core.model.program.native_binding import Tables, score_scale
@@ -29,7 +28,7 @@ from chorus.core.model.specs.feed_forward import (
     UngatedActivation,
     UngatedSpec,
 )
-from chorus.core.model.specs.layers import LayerSpec, StreamsSpec
+from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import NormKind, Norms
 from chorus.core.model.specs.positions import PositionTable
 from chorus.core.model.specs.rope_config import RopeConfig
@@ -82,6 +81,8 @@ class Config:
             "streams": self.layers[0].streams,
             "split": around[0],
             "join": around[1],
+            "top_k": None,
+            "experts": next((layer.experts for layer in self.layers if layer.experts), None),
             "has_last_norm": True,
             "scales_embeddings": False,
             "head_bias": kind.head_biased,
@@ -165,12 +166,6 @@ class TestRefusals:
         assert both.startswith("it has no norm of all heads of keys that are values")
         assert refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.EACH)) is None
 
-    def test_sparse_gates_and_several_streams_are_refused(self):
-        sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
-        assert refusal(LAYER, sparse).startswith("it has no sparse gate")
-        several = Gemma3nLayer(LAYER.mixer, LAYER.feed_forward, Norms.AROUND, altup=StreamsSpec(4, 0, 8), input_size=8)
-        assert refusal(several).startswith("it has no residual of several streams")
-
 
 class TestTables:
     def test_layers_with_the_same_rope_share_their_angles(self):
@@ -215,11 +210,17 @@ class GivenWeights:
     def lm_head_bias(self) -> torch.Tensor | None:
         return self._model.head_bias
 
+    def ends(self, pack=None) -> dict[str, torch.Tensor]:
+        return {}
+
     def embedding_norm(self) -> torch.Tensor | None:
         return self._model.embedding_norm
 
     def position_table(self) -> torch.Tensor | None:
         return self._model.position_table
+
+    def rope_factors(self) -> torch.Tensor | None:
+        return None
 
     def layers(self, pack: Callable[[torch.Tensor], torch.Tensor], pack_expert: object) -> Iterator[LayerWeights]:
         for layer in self._model.weights:

@@ -12,8 +12,9 @@ from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.families.bitnet.layer import BitNetLayer
 from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
 from chorus.core.model.families.mimo.layer import MiMoLayer
+from chorus.core.model.program.layer_program import LayerProgram
 from chorus.core.model.program.native_program import NativeProgram
-from chorus.core.model.program.op import NoNativeOp
+from chorus.core.model.program.op import NoNativeOp, Op
 from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing
 from chorus.core.model.specs.layers import LayerSpec
@@ -158,6 +159,20 @@ def test_a_gate_that_only_some_activations_read_is_computed_with_its_product():
         assert up.arguments["factor"] == 0.5
 
 
+def test_sparse_gates_are_of_one_rank():
+    sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
+    assert kinds(sparse) == "Norm Gemm Attend Gemm Norm Gemm SparseGates Activate Gemm"
+    with pytest.raises(NoNativeOp, match="sparse gate of which ranks have shares"):
+        lowered(sparse, has_ranks=True)
+
+
+class Unknown(Op):
+    """An op of no layer."""
+
+    LACKS = "parts of another kind"
+
+
 def test_an_op_that_the_library_lacks_is_named():
-    with pytest.raises(NoNativeOp, match="sparse gate"):
-        lowered(replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5)))
+    table = Projections((composed(LAYER, NORM, HIDDEN).projections,))
+    with pytest.raises(NoNativeOp, match="parts of another kind"):
+        NativeProgram([LayerProgram((Unknown(),), (), ())], HIDDEN, table)
