@@ -112,12 +112,10 @@ class Gemm(Op):
 
     def _gate_up(self, to: Lowering, at: int) -> bool:
         """List gate, up and their activation as one op; False if something else comes between them."""
-        last, factor = at + 1, 1.0
-        if (scale := to.next(at)) is None:
-            return False
+        last, factor, scale = at + 1, 1.0, to.next(at)
         if isinstance(scale, Scale) and scale.in_place and scale.weight is None and name_of(scale.x) == self.out:
             last, factor = last + 1, scale.factor
-        activate = to.ops[last]
+        activate = to.next(last - 1)
         if not isinstance(activate, Activate) or activate.x != self.out:
             return False
         if len(to.readers(to.written(at))) > last - at:  # others read it, too
