@@ -88,8 +88,8 @@ class StepForm(NamedTuple):
     scales: tuple[bool, ...] = ()
     """Launches that scale and shift outputs, for adapters with vectors: True undoes those of a merged adapter."""
     room: LaunchSize = USUAL_ROOM
-    mixture: tuple[int, ...] = ()
-    """The groups of projections of mixtures of experts that adapters change."""
+    mixture: tuple[str, ...] = ()
+    """The products of mixtures of experts that adapters change."""
 
 
 class EagerReason(StrEnum):

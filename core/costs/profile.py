@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -20,7 +20,7 @@ from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layer_projections import dense_projections
 from ...memory.pages.layout import KvShape, PageLayout
-from ...memory.pages.projections import FURTHER_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections
+from ...memory.pages.projections import MODEL_ROLES, Projection, Projections
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -90,17 +90,33 @@ def _checked_itemsize(itemsize: int) -> int:
     return itemsize
 
 
-def _checked_group(group: int) -> int:
-    if group not in (groups := (*LAYER_GROUPS, *FURTHER_GROUPS, *MIXTURE_GROUPS)):
-        raise ValueError(f"it must be one of {', '.join(str(int(each)) for each in groups)}")
-    return group
+#: The products that files of earlier versions have by number; empty: a number that no module of a layer had.
+_NUMBERED = (
+    "qkv", "o", "gate_up", "down", "", "", "", "", "experts.router", "experts.shared_gate_up", "experts.shared_down",
+    "experts.shared_gate", "experts.gate_up", "experts.down", "q_up", "kv_up", "input_gate", "input_projection", "",
+    "beside_in", "beside_out", "low_rank_down", "low_rank_up", "decay_up", "output_gate_up", "scan_in", "index_up",
+    "mixer_gates_down", "mixer_gates_up", "mlp_gates_down", "mlp_gates_up", "place_heads_down", "place_query_up",
+    "place_key_up", "place_value_up", "place_mlp_down", "place_mlp_up", "place_out", "router_down", "router_first",
+    "router_second", "streams_mixer_streams_down", "streams_mixer_streams_up", "streams_mlp_streams_down",
+    "streams_mlp_streams_up", "streams_join_down", "streams_join_up", "lookup_in",
+)  # fmt: skip
+
+#: Those of them whose inputs TP ranks share.
+_ROW_PARALLEL = ("o", "down", "experts.shared_down", "experts.down", "beside_out", "scan_in")
+
+
+def _checked_product(product: str) -> str:
+    if product in MODEL_ROLES:
+        raise ValueError("it must be a product of layers")
+    return product
 
 
 class Module(_Strict):
     """A projection of some layers; see `memory.pages.projections.Projection`."""
 
     path: str
-    group: Annotated[int, AfterValidator(_checked_group)]
+    product: Annotated[str, Field(min_length=1), AfterValidator(_checked_product)]
+    row_parallel: bool = False
     inputs: int = Field(ge=1)
     outputs: int = Field(ge=1)
     units: int = Field(ge=1)
@@ -111,6 +127,18 @@ class Module(_Strict):
     id_of: str = ""
     """Files of earlier versions have it. It is not used: each module has an id of its own."""
     layers: list[int] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, raw: Any) -> Any:
+        """With the name of a product whose number the file has, as those of earlier versions do."""
+        if not isinstance(raw, dict) or "group" not in raw:
+            return raw
+        own = {name: each for name, each in raw.items() if name != "group"}
+        known = {number: name for number, name in enumerate(_NUMBERED) if name}
+        if type(number := raw["group"]) is not int or number not in known:
+            raise ValueError(f"group is {number!r:.80}; it must be one of {', '.join(map(str, known))}")
+        return {"product": known[number], "row_parallel": known[number] in _ROW_PARALLEL, **own}
 
 
 class LayerKv(_Strict):
@@ -186,7 +214,8 @@ class Geometry(_Strict):
         modules = [
             Module(
                 path=each.path,
-                group=each.group.value,
+                product=str(each.product),
+                row_parallel=each.is_row_parallel,
                 inputs=each.inputs,
                 outputs=each.outputs,
                 units=each.units,
@@ -217,8 +246,8 @@ class Geometry(_Strict):
         for each in self.modules:
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
-                own = Projection(each.path, Group(each.group), *sizes, None, tuple(each.section_units), each.form)
-                layers[layer].append(own)
+                own = Projection(each.path, each.product, *sizes, None, tuple(each.section_units), each.form)
+                layers[layer].append(replace(own, is_row_parallel=each.row_parallel))
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:

@@ -16,7 +16,6 @@ import torch
 from ...graphs.device import CudaDevice, DeviceError
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
-from ...memory.pages.projections import LAYER_GROUPS
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch
@@ -32,6 +31,7 @@ from ...ops.library import native_library
 from ..config import EngineConfig
 from ..media.serving import tower_bytes
 from ..model.decoder import DecoderModel
+from ..model.lora.step_lora import OFFLOADED
 from ..model.moe.experts import ExpertKernels
 from ..model.nvtx_spans import span
 from ..model.program.torch_heads import scores_of
@@ -117,7 +117,7 @@ class CudaShapes(ModelExecutor):
     def _without_offload(self) -> list[str]:
         """Names of the layers' projections that offload workers do not compute, mixtures' aside."""
         every = (each for layer in self.config.projections.layers for each in layer)
-        further = (each for each in every if each.group not in LAYER_GROUPS and not each.is_of_mixture)
+        further = (each for each in every if each.product not in OFFLOADED and not each.is_of_mixture)
         return list(dict.fromkeys(each.module.rpartition(".")[2] for each in further))
 
     def _within_window(self, config: EngineConfig) -> bool:

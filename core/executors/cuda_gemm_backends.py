@@ -182,7 +182,8 @@ def _compile_use(
     if GemmBackend.SPLIT in backends and isinstance(weight, torch.Tensor):
         multiply_split(x, weight, bias, compile_only=True)
     if GemmBackend.EXPANDED in backends and use.op is not None and use.layer is not None:
-        shrunk = launches.shrink(use.op.group, x, use.layer, compile_only=True)
+        gemm = decoder.config.projections.gemm_shape_of[use.layer][use.op.weight]
+        shrunk = launches.shrink(gemm, x, use.layer, compile_only=True)
         multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
 
 

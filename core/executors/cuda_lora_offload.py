@@ -174,8 +174,9 @@ class CudaLoraOffload(LoraOffload):
 
 
 def _uses(projections: Projections) -> list[tuple[int, int, list[int]]]:
-    """For each size of GEMM: how many groups of layers have it, its outputs, and its modules."""
-    uses, shapes = Counter(itertools.chain.from_iterable(projections.gemm_shape_of)), enumerate(projections.gemm_shapes)
+    """For each size of GEMM: how many layers have it, its outputs, and its modules."""
+    uses = Counter(itertools.chain.from_iterable(own.values() for own in projections.gemm_shape_of))
+    shapes = enumerate(projections.gemm_shapes)
     return [(uses[index], each.outputs, [module for module, _, _ in each.modules]) for index, each in shapes]
 
 
@@ -193,7 +194,7 @@ class CudaStepOffload:
     ) -> None:
         """Give each offloaded segment its own descriptor, in which the offloaded layers are left out."""
         self._exchange, self._offloaded, self._tables = exchange, offloaded, tables
-        self._gemm_shapes, self._gemm_shape_of = projections.gemm_shapes, projections.gemm_shape_of
+        self._gemm_shapes = projections.gemm_shapes
         self._places = [range(segments.begin[entry], segments.end[entry]) for entry in offloaded.entries]
         self._ready = [segments.ready[entry] for entry in offloaded.entries]
         self._rows = [replace(segments.rows[entry]) for entry in offloaded.entries]
@@ -202,7 +203,7 @@ class CudaStepOffload:
             segments.rows[entry] = rows
             self._of_slot[lora_indices[entry]].append(index)
         self._active: defaultdict[int, list[int]] = defaultdict(list)  # indices of the offloaded segments, by layer
-        self._under_way: list[int] = []  # of the GEMM group being offloaded
+        self._under_way: list[int] = []  # of the GEMM being offloaded
         self.offloaded_indices: set[int] = set()
         offloaded.layers = self._layers = [0] * len(offloaded.entries)
 
@@ -220,8 +221,7 @@ class CudaStepOffload:
                 self._layers[index] += 1
         return True
 
-    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
-        shape = self._gemm_shape_of[layer][group]
+    def offload(self, shape: int, x: torch.Tensor, layer: int) -> None:
         self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], shape)]
         if not self._under_way:
             return
@@ -232,10 +232,9 @@ class CudaStepOffload:
             given[row[index] : row[index + 1]].copy_(x[tokens.start : tokens.stop])
         self._exchange.offload(shape, layer, self._under_way, row[-1])
 
-    def collect(self, group: int, y: torch.Tensor, layer: int) -> None:
+    def collect(self, shape: int, y: torch.Tensor, layer: int) -> None:
         if not self._under_way:
             return
-        shape = self._gemm_shape_of[layer][group]
         row, terms = self._offloaded.row, self._exchange.collect(shape, self._offloaded.share)
         for index in self._under_way:
             tokens = self._places[index]

@@ -5,7 +5,6 @@ Tests: tests/core/executors/test_cuda_interpreted.py
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +17,12 @@ from ...graphs.runner import NO_TAIL, CapturedStep, GraphRunner, LaunchSize, Ste
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
-from ...memory.pages.projections import Group
 from ...memory.pages.runs import BLOCKED, place_runs
 from ...ops.lora.sgmv import AdapterRows
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_state import LoraState, rows_in
 from ..model.program.torch_gemm import kind_of
 from ..model.weights.shadow import Addresses, ShadowWeights, addresses_of, changes
-from ..model.weights.slots import MERGED_MATRICES
 from ..requests.types import CannotMerge
 
 logger = logging.getLogger(__name__)
@@ -44,9 +41,9 @@ MERGED_PIECES = (
     StepForm(StepMode.MIXTURE, StepPart.PIECES, room=NO_TAIL),
 )
 
-#: The groups of matrices whose merged steps are captured at the start: all, as most adapters have them, and those of
-#: queries, keys and values alone, which PEFT chooses for many families.
-_GROUPS_AHEAD = tuple(MERGED_MATRICES), (int(Group.MIXER_IN),)
+#: The products whose merged steps are captured at the start: all (None), as most adapters have them, and queries, keys
+#: and values alone, which PEFT chooses for many families.
+_AHEAD = None, "qkv"
 
 #: Number of address sets to keep graphs for: adapters that target other projections than the last one need other sets.
 KEPT_ADDRESSES = 2
@@ -170,10 +167,10 @@ class CudaShadow(ShadowWeights):
         """
         if self._arena.pages.is_meta:  # of a stand-in for a GPU, on which nothing is computed or read
             return
-        kinds: dict[tuple[torch.Size, str], tuple[int, int]] = {}
-        for layer, group in itertools.product(range(len(self._model.layers)), MERGED_MATRICES):
-            if (origin := self._model.layers[layer].get(MERGED_MATRICES[group])) is not None:
-                kinds.setdefault((origin.shape, kind_of(origin).form), (layer, group))
+        kinds: dict[tuple[torch.Size, str], tuple[int, str]] = {}
+        for at in self._mergeable():
+            origin = self._origin(*at)
+            kinds.setdefault((origin.shape, kind_of(origin).form), at)
         for rank in _ranks(max_rank):
             parts, layout = whole(rank)
             pages = list(range(layout.num_pages))
@@ -182,13 +179,13 @@ class CudaShadow(ShadowWeights):
                 with suppress(CannotMerge):
                     self._rehearse(*at, rows, self._arena.pages[len(pages) :].view(-1))
 
-    def _rehearse(self, layer: int, group: int, rows: Sequence[AdapterRows], free: torch.Tensor) -> None:
+    def _rehearse(self, layer: int, product: str, rows: Sequence[AdapterRows], free: torch.Tensor) -> None:
         """Make a matrix with an adapter's parts in free memory, if it has room."""
-        shape, dtype = self._model.merged_form(layer, group)
-        changed = [row for row in rows if changes(row, layer, self._lora.modules(layer, group))]
+        shape, dtype = self._model.merged_form(layer, product)
+        changed = [row for row in rows if changes(row, layer, self._lora.modules(layer, product))]
         if changed and shape.numel() <= (elems := free.view(dtype)).numel():
             matrix = elems[: shape.numel()].view(shape)
-            self._model.merge(layer, group, changed, self._origin(layer, group), matrix)
+            self._model.merge(layer, product, changed, self._origin(layer, product), matrix)
             matrix.zero_()
 
     def capture_ahead(self, graphs: MergedGraphs, more: Sequence[tuple[int, StepForm]]) -> None:
@@ -197,8 +194,8 @@ class CudaShadow(ShadowWeights):
 
         Nothing may be in the arena. more: steps to capture beyond those that are captured between steps.
         """
-        for groups in _GROUPS_AHEAD:
-            targets = [at for at in self._mergeable() if at[1] in groups]
+        for product in _AHEAD:
+            targets = [at for at in self._mergeable() if product in (None, at[1])]
             try:
                 self._capture_ahead(graphs, targets, more)
             except CannotMerge as error:
@@ -208,7 +205,7 @@ class CudaShadow(ShadowWeights):
         self._model.use_merged(None)
 
     def _capture_ahead(
-        self, graphs: MergedGraphs, targets: Sequence[tuple[int, int]], more: Sequence[tuple[int, StepForm]]
+        self, graphs: MergedGraphs, targets: Sequence[tuple[int, str]], more: Sequence[tuple[int, StepForm]]
     ) -> None:
         """Capture the steps of one set of matrices, if the arena has room for them."""
         costs = np.zeros(self._arena.num_pages, np.uint32)
@@ -217,19 +214,14 @@ class CudaShadow(ShadowWeights):
         if runs is None:
             return
         layers = [*self._model.layers]
-        for (layer, group), run in zip(targets, runs, strict=True):
-            layers[layer] = {**layers[layer], MERGED_MATRICES[group]: self._matrix(layer, group, run)}
+        for (layer, product), run in zip(targets, runs, strict=True):
+            layers[layer] = {**layers[layer], product: self._matrix(layer, product, run)}
         self._model.use_merged(layers)
         graphs.capture_all(addresses_of(targets, runs), more)
 
-    def _mergeable(self) -> list[tuple[int, int]]:
-        """Layer and group of each matrix that an adapter may change."""
-        return [
-            (index, group)
-            for index, layer in enumerate(self._model.layers)
-            for group, name in MERGED_MATRICES.items()
-            if name in layer and self._lora.modules(index, group)
-        ]
+    def _mergeable(self) -> list[tuple[int, str]]:
+        """Layer and product of each matrix that an adapter may change."""
+        return [(layer, product) for layer in range(len(self._model.layers)) for product in self._lora.merged(layer)]
 
     def advance(self, max_seconds: float) -> bool:
         """See `ShadowWeights.advance`."""

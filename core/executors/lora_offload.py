@@ -28,7 +28,7 @@ import torch
 
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...memory.pages.projections import Group
+from ...memory.pages.projections import Role
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
@@ -132,7 +132,7 @@ class LoraOffload:
         self._workers = workers = config.offload_workers
         self._dtype, self._page_elems = dtype, page_elems
         self._projections = model.projections
-        latents = (each.name for layer in model.projections.layers for each in layer if each.group is Group.KV_UP)
+        latents = (each.name for layer in model.projections.layers for each in layer if each.product == Role.KV_UP)
         self._awaited = {model.projections.id(name) for name in (*model.projections.mixture, *latents)}
         self._gemm_shapes = gemm_shapes = model.projections.gemm_shapes
         # each part of an adapter has rows of its own

@@ -21,7 +21,7 @@ import torch
 from ...memory.adapters.adapter import Adapter
 from ...memory.host.buffers import HostBuffers
 from ...memory.pages.arena import Arena
-from ...memory.pages.projections import Group
+from ...memory.pages.projections import Role
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops.library import native_library
 from ..config import EngineConfig
@@ -136,7 +136,7 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden
     head = 0 if whole.tie_word_embeddings else embeddings // size
-    every = chain(whole.stored_projections, (each for each in whole.projections.model if each.group is Group.INPUTS))
+    every = chain(whole.stored_projections, (each for each in whole.projections.model if each.product == Role.INPUTS))
     table = 0 if whole.layer_inputs is None else whole.layer_inputs.vocab * whole.layer_inputs.size * whole.num_layers
     projections = sum(each.num_weights // (1 if each.is_replicated else size) for each in every)
     streams = 0 if whole.streams is None else whole.streams.num_weights(hidden, whole.num_layers)

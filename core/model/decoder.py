@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...memory.pages.arena import Arena
-from ...memory.pages.projections import Group
+from ...memory.pages.projections import Role
 from ...ops.attention.attention import GroupedAttention, HeadShape
 from ...ops.attention.attention_backend import paged_kind
 from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
@@ -26,8 +26,7 @@ from ...ops.lora.sgmv import AdapterRows
 from ...ops.ranks.ranks import Collectives
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, GemmKind, StepStates
-from .lora.lora_state import lora_groups
-from .lora.step_lora import HeadLora, StepLora
+from .lora.step_lora import INPUTS_GEMM, HeadLora, StepLora
 from .moe.experts import ExpertKernels
 from .moe.stacked_experts import StackedExperts
 from .nvtx_spans import span
@@ -49,7 +48,6 @@ from .weights.kept_weights import expert_packs, matrix_pack, moved
 from .weights.layer_weights import LayerWeights
 from .weights.rounding_weight import RoundingWeight
 from .weights.shadow import INPUTS_ARE_ROUNDED
-from .weights.slots import MERGED_MATRICES
 from .weights.weight_plan import Way
 from .weights.weights import Weights
 
@@ -94,7 +92,7 @@ class GemmUse(NamedTuple):
     """One use of a kind of GEMM: a layer's, or the model's own."""
 
     name: str
-    """The name of its group of projections, or of the model's own."""
+    """The name of its product, or of the model's own."""
 
     weight: Weight
     layer: int | None = None
@@ -147,7 +145,6 @@ class DecoderModel:
         self.layers = [moved(layer, config.composed(spec).slots, *own) for layer, spec in read]
         self._weights: Sequence[LayerWeights] = [*self.layers, self._ends]
         self._merged: Sequence[LayerWeights] = ()
-        self._groups = lora_groups(config.projections)
         self.kept_states: torch.Tensor | None = None
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._logit_states: torch.Tensor | None = None
@@ -169,6 +166,7 @@ class DecoderModel:
                 max_model_len=max_model_len,
                 dtype=dtype,
                 device=device,
+                gemms=(*config.projections.gemm_shape_of, {Role.INPUTS: INPUTS_GEMM}),
                 rotary=self._rotary,
             ),
         )
@@ -345,9 +343,9 @@ class DecoderModel:
         """See `MergeableModel`."""
         return self._dtype
 
-    def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
+    def merged_form(self, layer: int, product: str) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = self.layers[layer][MERGED_MATRICES[group]]
+        origin = self.layers[layer][product]
         if isinstance(origin, RoundingWeight) or (isinstance(origin, NarrowWeight) and origin.rounds_inputs):
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         return origin.shape, origin.dtype
@@ -355,14 +353,16 @@ class DecoderModel:
     def merge(
         self,
         layer: int,
-        group: int,
+        product: str,
         rows: Sequence[AdapterRows],
         origin: torch.Tensor | NarrowWeight,
         out: torch.Tensor,
     ) -> float:
         """See `MergeableModel.merge`."""
         origin = origin.dense() if isinstance(origin, NarrowWeight) else unpack(origin)
-        return merge(origin, out, self._arena.pages, layer, parts=rows, modules=self._groups[layer][group])
+        return merge(
+            origin, out, self._arena.pages, layer, parts=rows, modules=self.config.projections.columns(layer, product)
+        )
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""
@@ -425,23 +425,23 @@ class DecoderModel:
     def gemms(self, *, every: bool = False) -> dict[GemmKind, list[GemmUse]]:
         """Where the model has GEMMs of each kind: of each GEMM that adapters add to, the first. every: all."""
         found: dict[GemmKind, dict[object, GemmUse]] = {}
-        shapes = self.config.projections.gemm_shape_in
+        shapes = self.config.projections.gemm_shape_of
         for index, op in self._program.gemms():
             weights = self.layers[index]
             kind = kind_of(weights[op.weight], weights.get(op.bias), silu=op.silu)
-            use = GemmUse(op.group.name, weights[op.weight], index, op)
-            key = index if every else shapes[index][op.group]
-            found.setdefault(kind, {}).setdefault((key, op.group), use)
+            use = GemmUse(op.weight, weights[op.weight], index, op)
+            key = index if every else shapes[index][op.weight]
+            found.setdefault(kind, {}).setdefault((key, op.weight), use)
         for index, op in self._program.mixtures():
             experts = self.layers[index][op.experts]
             if isinstance(experts, StackedExperts) and experts.can_join(op.spec) and (kind := kind_of_experts(experts)):
-                use = GemmUse("EXPERTS", experts.gate_up.data, mixture=(index, op))
+                use = GemmUse("experts", experts.gate_up.data, mixture=(index, op))
                 found.setdefault(kind, {}).setdefault(index if every else kind, use)
         for slot, name in end_gemms(self.config):
             use = GemmUse(name, self._ends[slot])
             found.setdefault(kind_of(use.weight), {}).setdefault(slot if every else name, use)
         head = self._ends["head"]
-        found[kind_of(head, is_head=True)] = {Group.HEAD: GemmUse(Group.HEAD.name, head)}
+        found[kind_of(head, is_head=True)] = {Role.HEAD: GemmUse(Role.HEAD, head)}
         return {kind: list(uses.values()) for kind, uses in found.items()}
 
     def run_gemm(

@@ -15,7 +15,7 @@ from itertools import chain, product, repeat
 from pathlib import Path
 
 from ..pages.adapter_layout import AdapterPart, VectorTarget
-from ..pages.projections import Group, Projections
+from ..pages.projections import Projections, Role
 from .adapter_weights import AdapterWeights
 from .bypassed import find_bypassed, refuse_nothing
 from .computed_ranks import take_computed_ranks
@@ -180,7 +180,7 @@ def _check_no_lora_on_added(
 
 def _check_no_inputs(config: AdapterConfig, added: Collection[int], projections: Projections) -> None:
     """Refuse added tokens where layers have further inputs: the base model has a row of each of its tokens for them."""
-    if projections.of_group(Group.INPUTS) is not None:
+    if projections.of_role(Role.INPUTS) is not None:
         raise AdapterFormatError(
             f"{config.file}: the adapter adds token {min(added)} to the vocabulary, for which the base model has no "
             "inputs of its layers (embed_tokens_per_layer); train without added tokens"
@@ -217,7 +217,7 @@ def _check_biases(config: AdapterConfig, targets: Targets, projections: Projecti
 
 def _check_latents(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
     """Keys and values of latents are made, if at all, for the adapter of those who attend to them."""
-    found = next((name for _, name in targets if projections[name].group is Group.KV_UP), None)
+    found = next((name for _, name in targets if projections[name].product == Role.KV_UP), None)
     if found is not None and config.invocation_tokens:
         raise config.refuse(
             "alora_invocation_tokens",

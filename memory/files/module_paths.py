@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from ..pages.projections import LAYER_GROUPS, Group, Projection, Projections, UnitRows
+from ..pages.projections import Projection, Projections, Role, UnitRows
 from .config import IN_TOWER
 from .names.layer_numbers import Renumbers
 from .slices import Slice, slices_of
@@ -105,8 +105,8 @@ class ModulePaths:
     the layer never calls. None, or no entry: the layer has no such path.
     """
 
-    blocks: tuple[int | None, ...] = ()
-    """By layer, the first layer with the block that it shares; None, or no entry: it shares none."""
+    shared: tuple[frozenset[str], ...] = ()
+    """By layer, projections that other layers share; no entry: it shares none."""
 
     embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
@@ -211,9 +211,7 @@ class ModulePaths:
 
     def is_shared(self, layer: int, module: str) -> bool:
         """True if a projection is of a block that several layers share."""
-        first = self.blocks[layer] if layer < len(self.blocks) else None
-        is_of_several = first is not None and self.blocks.count(first) > 1
-        return is_of_several and self.projections[module].group in LAYER_GROUPS
+        return layer < len(self.shared) and module in self.shared[layer]
 
     @property
     def ties_trained(self) -> bool:
@@ -232,7 +230,7 @@ class ModulePaths:
                 continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
-            path = f"model.{self.embeddings}" if projection.group is Group.EMBEDDING else path
+            path = f"model.{self.embeddings}" if projection.product == Role.EMBEDDING else path
             found[path] = (*found.get(path, ()), name)
         return found
 

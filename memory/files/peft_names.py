@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from ..pages.adapter_layout import VectorTarget
-from ..pages.projections import Group, Projection, Projections
+from ..pages.projections import Projection, Projections, Role
 from .vectors import vector_names as names_of_vectors
 
 PREFIX = "base_model.model."
@@ -32,7 +32,7 @@ UNEMBED = "unembed_tokens"
 def tensor_names(layer: int, projection: Projection) -> tuple[str, str]:
     """Of a target's A and B."""
     key = _module_key(layer, projection)
-    if projection.group is Group.EMBEDDING:
+    if projection.product == Role.EMBEDDING:
         return f"{key}.lora_embedding_A", f"{key}.lora_embedding_B"
     return f"{key}.lora_A.weight", f"{key}.lora_B.weight"
 

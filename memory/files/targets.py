@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from ..pages.adapter_layout import AdapterPart
-from ..pages.projections import Group, Projections
+from ..pages.projections import Projections, Role
 from .config import AdapterConfig
 from .error import AdapterFormatError, shown
 from .module_paths import ExpertForm, ModulePaths
@@ -66,7 +66,7 @@ def _found(
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
             layer, parts = keys[name]
-            is_linear = modules.projections[parts[0]].group is Group.INPUTS
+            is_linear = modules.projections[parts[0]].product == Role.INPUTS
             is_other = name == UNEMBED or name in inner_heads
             if name not in of_model or is_linear or not _is_passed_over(is_other, head_names, config):
                 found[name] = layer, parts, rank_and_scale
@@ -105,9 +105,9 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
         if projection.is_rows:
             continue
         found = projections.layers_of(projection.name)[0], (projection.name,)
-        if projection.group is Group.EMBEDDING:
+        if projection.product == Role.EMBEDDING:
             keys[f"{level}{modules.embeddings}"] = found
-        elif projection.group is Group.INPUTS:
+        elif projection.product == Role.INPUTS:
             keys[f"{level}{projection.name}"] = found
         elif stem:
             keys |= dict.fromkeys((*modules.heads, UNEMBED, *_inner_heads(level)), found)
@@ -186,7 +186,7 @@ def _tied_targets(config: AdapterConfig, targets: Targets, modules: ModulePaths)
     so their rank, but with the scale that the patterns give its own name.
     """
     projections = modules.projections
-    embedding, head = (projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
+    embedding, head = (projections.of_role(each) for each in (Role.EMBEDDING, Role.HEAD))
     if embedding is None or head is None:
         return {}
     found, name = targets.get((0, projections.name_of(embedding))), projections.name_of(head)

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..pages.adapter_layout import AdapterPart
-from ..pages.projections import Group
+from ..pages.projections import Role
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
@@ -30,7 +30,7 @@ from .whole_copies import MAX_TRAINED_ROWS, RowsFile, WholeCopy, check_vectors, 
 _PADDED_TO = 8
 """The least number to a multiple of which vocabularies are padded."""
 
-_GROUPS = {"embed_tokens": Group.EMBEDDING_ROWS, "lm_head": Group.HEAD_ROWS}
+_ROLES = {"embed_tokens": Role.EMBEDDING_ROWS, "lm_head": Role.HEAD_ROWS}
 
 
 class FoundRows(NamedTuple):
@@ -80,7 +80,7 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
         )
     projections, parts = modules.projections, []
     for module, (token_ids, file_rows) in sorted(found.items()):
-        index = projections.of_group(_GROUPS[module])
+        index = projections.of_role(_ROLES[module])
         assert index is not None
         name = projections.name_of(index)
         parts.append(
@@ -191,7 +191,7 @@ def _ordered(
             "it again"
         )
     name, info = file.rows_tensor(module)
-    index = modules.projections.of_group(_GROUPS[module])
+    index = modules.projections.of_role(_ROLES[module])
     if index is None:
         raise config.refuse("trainable_token_indices", f"the base model's {module} is not known; train without them")
     want = [len(tokens), modules.projections.dims_of(index)[0]]
@@ -300,7 +300,7 @@ def _beyond(
     if vocab is None:
         return 0, frozenset()
     embedded, with_logits = (
-        frozenset(token for token in found.get(module, ((), ()))[0] if token >= vocab) for module in _GROUPS
+        frozenset(token for token in found.get(module, ((), ()))[0] if token >= vocab) for module in _ROLES
     )
     if without := sorted(with_logits - embedded):
         raise AdapterFormatError(

@@ -275,7 +275,7 @@ class SlabLayout:
         offset = 0
         a_offset, b_offset = [-1] * len(projections), [-1] * len(projections)
         own = [(projections.id(each.name), each) for each in projections if each.name in targets]
-        for _, product in groupby(own, key=lambda target: target[1].group):
+        for _, product in groupby(own, key=lambda target: target[1].product):
             modules = list(product)
             for offsets, side in ((a_offset, 0), (b_offset, 1)):
                 for module, projection in modules:

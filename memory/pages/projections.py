@@ -7,226 +7,66 @@ rank-rows next to those of the first and of the last layer. Pure data, like `lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 
-class Group(IntEnum):
-    """The products of a model. The projections of a group share an input, and their outputs are side by side."""
-
-    MIXER_IN = 0
-    """Query, key and value; or the inputs of a recurrent mixer."""
-
-    MIXER_OUT = 1
-    GATE_UP = 2
-    DOWN = 3
-
-    EMBEDDING = 4
-    """The model's token embeddings: its input is a one-hot row of the vocabulary."""
-
-    HEAD = 5
-    """The model's output projection, which gives the logits."""
-
-    EMBEDDING_ROWS = 6
-    """Whole rows of the token embeddings, which take the place of the model's: rank-rows of A alone."""
-
-    HEAD_ROWS = 7
-    """Likewise, of the output projection."""
-
-    ROUTER = 8
-    """The router of a mixture of experts."""
-
-    SHARED_GATE_UP = 9
-    """Of the expert that every token goes to; likewise `SHARED_DOWN`."""
-
-    SHARED_DOWN = 10
-
-    SHARED_GATE = 11
-    """The factor of that expert's output."""
-
-    EXPERT_GATE_UP = 12
-    """Of each expert that tokens are routed to; likewise `EXPERT_DOWN`."""
-
-    EXPERT_DOWN = 13
-
-    QUERY_UP = 14
-    """Of latent attention: the queries, from their latents, and those of an indexer."""
-
-    KV_UP = 15
-    """Of latent attention: each head's key and value, from their latents."""
-
-    INPUT_GATE = 16
-    """Gates a further input of a layer; likewise `INPUT_PROJECTION` of what it gives."""
-
-    INPUT_PROJECTION = 17
-
-    INPUTS = 18
-    """Of the model: makes the further inputs of all layers."""
-
-    BESIDE_IN = 19
-    """The inputs of a recurrent mixer beside attention; likewise `BESIDE_OUT` of its output."""
-
-    BESIDE_OUT = 20
-
-    LOW_RANK_DOWN = 21
-    """The first of two small matrices beside a mixer, or of those around experts; likewise `LOW_RANK_UP`."""
-
-    LOW_RANK_UP = 22
-
-    DECAY_UP = 23
-    """Of a recurrent mixer: decays, from their latents."""
-
-    OUTPUT_GATE_UP = 24
-    """Likewise, gates of its output."""
-
-    SCAN_IN = 25
-    """Of a mixer of two parts: latents of its steps, B and C, from what the first part gives."""
-
-    INDEX_UP = 26
-    """The queries of an indexer, where latent attention's have another input."""
-
-    MIXER_GATES_DOWN = 27
-    """The first of two small matrices that make gates of a mixer's normalised input; likewise `MIXER_GATES_UP`."""
-
-    MIXER_GATES_UP = 28
-
-    MLP_GATES_DOWN = 29
-    """Likewise, of the feed-forward part's; and `MLP_GATES_UP`."""
-
-    MLP_GATES_UP = 30
-
-    PLACE_HEADS_DOWN = 31
-    """A layer's own small matrices beside shared ones: the first of queries', keys' and values' pairs."""
-
-    PLACE_QUERY_UP = 32
-    """The second one of queries; likewise `PLACE_KEY_UP` and `PLACE_VALUE_UP`."""
-
-    PLACE_KEY_UP = 33
-    PLACE_VALUE_UP = 34
-
-    PLACE_MLP_DOWN = 35
-    """Likewise, the pair of gate and up."""
-
-    PLACE_MLP_UP = 36
-
-    PLACE_OUT = 37
-    """Of a layer whose block others share: from the block's output to what its mixer reads."""
-
-    ROUTER_DOWN = 38
-    """Of a small network before a mixture's router: from the layer's input; then `ROUTER_FIRST` and `ROUTER_SECOND`."""
-
-    ROUTER_FIRST = 39
-    ROUTER_SECOND = 40
-
-    MIXER_STREAMS_DOWN = 41
-    """Of several residual streams, the first of two small matrices that make gates of what a mixer takes, and what
-    makes the numbers by which it gives; likewise `MLP_STREAMS_DOWN`, and `JOIN_DOWN` behind all layers.
+class Role(StrEnum):
+    """Products that mean something to others than the layer that writes them, by name. All others are named by layers
+    alone: as the slots of their weights, see `core.model.compose.build`.
     """
 
-    MIXER_STREAMS_UP = 42
-    """The second one."""
+    EMBEDDING = "embedding"
+    """The model's token embeddings: its input is a one-hot row of the vocabulary."""
 
-    MLP_STREAMS_DOWN = 43
-    MLP_STREAMS_UP = 44
-    JOIN_DOWN = 45
-    JOIN_UP = 46
+    HEAD = "head"
+    """The model's output projection, which gives the logits."""
 
-    LOOKUP_IN = 47
-    """Keys and a value, of the rows of a table that a token has."""
+    EMBEDDING_ROWS = "embedding_rows"
+    """Whole rows of the token embeddings, which take the place of the model's: rank-rows of A alone."""
+
+    HEAD_ROWS = "head_rows"
+    """Likewise, of the output projection."""
+
+    INPUTS = "inputs"
+    """Of the model: makes the further inputs of all layers."""
+
+    ROUTER = "experts.router"
+    """The router of a mixture of experts."""
+
+    SHARED_GATE_UP = "experts.shared_gate_up"
+    """Of the expert that every token goes to; likewise `SHARED_DOWN`."""
+
+    SHARED_DOWN = "experts.shared_down"
+
+    SHARED_GATE = "experts.shared_gate"
+    """The factor of that expert's output."""
+
+    EXPERT_GATE_UP = "experts.gate_up"
+    """Of each expert that tokens are routed to; likewise `EXPERT_DOWN`."""
+
+    EXPERT_DOWN = "experts.down"
+
+    KV_UP = "kv_up"
+    """Of latent attention: each head's key and value, from their latents. Its outputs are never computed."""
 
 
-#: Those of a layer.
-LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
-
-#: Further ones of a layer with latent attention.
-LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP, Group.INDEX_UP)
-
-#: Further ones of a layer with a recurrent mixer whose gates or steps have latents.
-GATE_GROUPS = (Group.DECAY_UP, Group.OUTPUT_GATE_UP, Group.SCAN_IN)
+#: Those of the model.
+MODEL_ROLES = (Role.EMBEDDING, Role.HEAD, Role.EMBEDDING_ROWS, Role.HEAD_ROWS, Role.INPUTS)
 
 #: Those of a layer's mixture of experts.
-MIXTURE_GROUPS = (
-    Group.ROUTER,
-    Group.SHARED_GATE_UP,
-    Group.SHARED_DOWN,
-    Group.SHARED_GATE,
-    Group.EXPERT_GATE_UP,
-    Group.EXPERT_DOWN,
+MIXTURE_ROLES = (
+    Role.ROUTER,
+    Role.SHARED_GATE_UP,
+    Role.SHARED_DOWN,
+    Role.SHARED_GATE,
+    Role.EXPERT_GATE_UP,
+    Role.EXPERT_DOWN,
 )
-
-#: Those of a layer's further input; all TP ranks have them.
-INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
-
-#: Those of a recurrent mixer beside attention.
-BESIDE_GROUPS = (Group.BESIDE_IN, Group.BESIDE_OUT)
-
-#: Those of two small matrices beside a mixer (LAuReL), or around experts (Muse Spark); all TP ranks have them.
-LOW_RANK_GROUPS = (Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
-
-#: Those of two small matrices for the gates of a norm's output, by the norm; all TP ranks have them.
-NORM_GATES = {
-    "attention_norm": (Group.MIXER_GATES_DOWN, Group.MIXER_GATES_UP),
-    "mlp_norm": (Group.MLP_GATES_DOWN, Group.MLP_GATES_UP),
-}
-
-#: Those of a small network before a mixture's router; all TP ranks have them.
-ROUTER_GROUPS = (Group.ROUTER_DOWN, Group.ROUTER_FIRST, Group.ROUTER_SECOND)
-
-#: Those of the gates of several streams, by what takes of them; all TP ranks have them.
-STREAM_GATES = {
-    "attn": (Group.MIXER_STREAMS_DOWN, Group.MIXER_STREAMS_UP),
-    "mlp": (Group.MLP_STREAMS_DOWN, Group.MLP_STREAMS_UP),
-    "join": (Group.JOIN_DOWN, Group.JOIN_UP),
-}
-
-#: Those of all small matrices beside a layer's parts, which adapters are never merged into.
-SMALL_GROUPS = (
-    *INPUT_GROUPS,
-    *LOW_RANK_GROUPS,
-    *NORM_GATES["attention_norm"],
-    *NORM_GATES["mlp_norm"],
-    *ROUTER_GROUPS,
-    *(group for groups in STREAM_GATES.values() for group in groups),
-    Group.LOOKUP_IN,
-)
-
-#: Pairs of small matrices that a layer has of its own beside a block that layers share.
-PLACE_PAIRS = (
-    Group.PLACE_HEADS_DOWN,
-    Group.PLACE_QUERY_UP,
-    Group.PLACE_KEY_UP,
-    Group.PLACE_VALUE_UP,
-    Group.PLACE_MLP_DOWN,
-    Group.PLACE_MLP_UP,
-)
-
-#: All that it has of its own.
-PLACE_GROUPS = (*PLACE_PAIRS, Group.PLACE_OUT)
-
-#: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *GATE_GROUPS, *BESIDE_GROUPS, *SMALL_GROUPS, *PLACE_GROUPS)
-
-_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
-
-_OF_PLACES = (Group.PLACE_HEADS_DOWN, Group.PLACE_MLP_DOWN, Group.PLACE_OUT)
-
-_REPLICATED = frozenset(
-    {Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *SMALL_GROUPS, Group.INPUTS, Group.INDEX_UP, *_OF_PLACES}
-)
-
-_ROW_PARALLEL = frozenset(
-    {Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN, Group.BESIDE_OUT, Group.SCAN_IN}
-)
-
-#: Those of a mixer. A layer that is a feed-forward part alone has neither.
-_MIXER = frozenset({Group.MIXER_IN, Group.MIXER_OUT})
-
-#: Those of a gated feed-forward part. A layer with experts has neither.
-_FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +76,9 @@ class Projection:
     path: str
     """Where a layer has it, such as `self_attn.q_proj`; of the model, where Llama has it."""
 
-    group: Group
+    product: str
+    """The product that it is of: its projections share an input, and their outputs are side by side."""
+
     inputs: int
     outputs: int
 
@@ -267,6 +109,17 @@ class Projection:
     bias_factor: float = 1.0
     """What multiplies its outputs in transformers, and here its inputs: an adapter's bias is multiplied by it, too."""
 
+    is_row_parallel: bool = False
+    """TP ranks share its inputs and add up their outputs."""
+
+    merges: bool = True
+    """Adapters may be merged into it."""
+
+    scales: str = field(default="", compare=False)
+    """The path of the projection whose inputs each have an output of this one as a factor; empty: there is none. Layers
+    may differ in it.
+    """
+
     @property
     def module(self) -> str:
         """Its path without the module around it."""
@@ -287,17 +140,11 @@ class Projection:
         return self.inputs, self.outputs
 
     @property
-    def is_row_parallel(self) -> bool:
-        """True if TP ranks share its inputs and add up their outputs."""
-        return self.group in _ROW_PARALLEL
-
-    @property
     def is_replicated(self) -> bool:
         """True if every TP rank has all of it: of what chooses among experts or tokens, so that all choose the same, of
         what makes the latents or the one key that all heads have, and of what is small.
         """
-        is_common = self.group in (Group.MIXER_IN, Group.QUERY_UP) and self.units == 1
-        return is_common or self.group in _REPLICATED or self.is_rows
+        return self.units == 1 and not self.is_row_parallel and self.product != Role.HEAD
 
     @property
     def num_weights(self) -> int:
@@ -307,23 +154,23 @@ class Projection:
     @property
     def is_of_model(self) -> bool:
         """True if the model has it once, not a layer."""
-        return self.group in _MODEL_GROUPS
+        return self.product in MODEL_ROLES
 
     @property
     def is_of_mixture(self) -> bool:
         """True if it is of a layer's mixture of experts."""
-        return self.group in MIXTURE_GROUPS
+        return self.product in MIXTURE_ROLES
 
     @property
     def is_rows(self) -> bool:
         """True if adapters have whole rows of it, not LoRA on it."""
-        return self.group in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)
+        return self.product in (Role.EMBEDDING_ROWS, Role.HEAD_ROWS)
 
     def share(self, rank: int, size: int) -> tuple[slice, tuple[slice, ...]]:
         """Inputs, and parts of the outputs, of one of `size` ranks."""
         if self.is_replicated:
             return slice(None), (slice(None),)
-        if self.group is Group.HEAD:
+        if self.product == Role.HEAD:
             return slice(None), (slice(rank * self.outputs // size, (rank + 1) * self.outputs // size),)
         if self.is_row_parallel:
             return share_of(self.inputs, self.units, rank, size), (slice(None),)
@@ -386,13 +233,15 @@ def sections_of(sections: Sequence[tuple[int, int]], rank: int, size: int) -> tu
 
 
 class GemmShape(NamedTuple):
-    """The sizes of a GEMM of a layer: of the projections of a group, side by side."""
+    """The sizes of a GEMM of a layer: of the projections of a product, side by side."""
 
-    group: Group
     inputs: int
 
     modules: tuple[tuple[int, int, int], ...]
     """(module id, first column, width) of each projection."""
+
+    is_row_parallel: bool
+    """TP ranks share its inputs and add up their outputs."""
 
     @property
     def outputs(self) -> int:
@@ -402,8 +251,8 @@ class GemmShape(NamedTuple):
 @dataclass(frozen=True)
 class Projections:
     """The table of a model. A module's index in it is its projections' id everywhere, whatever their form: a layer has
-    one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables of the others
-    leave them out.
+    one of them. It is in the order of layers' products, those of mixtures of experts after the model's own: tables of
+    the others leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -453,9 +302,9 @@ class Projections:
     def id(self, name: str) -> int:
         return self._ids[name]
 
-    def of_group(self, group: Group) -> int | None:
-        """The id of the only projection of a group of the model; None if the table has none."""
-        return next((self._ids[each.name] for each in self.model if each.group is group), None)
+    def of_role(self, role: Role) -> int | None:
+        """The id of the only projection of a role of the model; None if the table has none."""
+        return next((self._ids[each.name] for each in self.model if each.product == role), None)
 
     def name_of(self, module: int) -> str:
         """By id, of the first form."""
@@ -481,22 +330,22 @@ class Projections:
 
     @cached_property
     def _scaled(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        without: set[str] = set()
-        for layer in self.layers:
-            inputs, outputs = (
-                [each.name for each in layer if each.group is own] for own in (Group.GATE_UP, Group.DOWN)
-            )
-            is_alone = not any(each.group is Group.PLACE_MLP_UP for each in layer)
-            if len(inputs) == 2 and len(outputs) == 1 and is_alone:
-                found[inputs[1]] = outputs[0]
-            else:
-                without.update(inputs)
-        return {name: reader for name, reader in found.items() if name not in without}
+        every = [each for layer in self.layers for each in layer]
+        without = {each.name for each in every if not each.scales}
+        return {each.name: replace(each, path=each.scales).name for each in every if each.name not in without}
 
-    def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
-        """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
-        own = sorted((self.id(each.name), each.outputs) for each in self.layers[layer] if each.group is group)
+    def products(self, layer: int) -> tuple[str, ...]:
+        """The products of a layer, in order."""
+        return tuple(dict.fromkeys(each.product for each in self.layers[layer]))
+
+    def merged(self, layer: int) -> tuple[str, ...]:
+        """Those which adapters may be merged into."""
+        own = (each.product for each in self.layers[layer] if each.merges and not each.is_of_mixture)
+        return tuple(dict.fromkeys(own))
+
+    def columns(self, layer: int, product: str) -> tuple[tuple[int, int, int], ...]:
+        """(module id, first column, width) of a layer's projections of a product, whose outputs are side by side."""
+        own = [(self.id(each.name), each.outputs) for each in self.layers[layer] if each.product == product]
         begins = accumulate((width for _, width in own), initial=0)
         return tuple((module, begin, width) for (module, width), begin in zip(own, begins, strict=False))
 
@@ -526,25 +375,20 @@ class Projections:
 
     @property
     def gemm_shapes(self) -> tuple[GemmShape, ...]:
-        """The different sizes of GEMMs of all layers. ValueError if a group has no common input."""
+        """The different sizes of GEMMs of all layers. ValueError if a product has no common input."""
         return self._gemm_shapes[0]
 
     @property
-    def gemm_shape_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices in `gemm_shapes`, by layer and group of `LAYER_GROUPS`."""
-        return tuple(tuple(found[group] for group in LAYER_GROUPS) for found in self._gemm_shapes[1])
-
-    @property
-    def gemm_shape_in(self) -> tuple[Mapping[int, int], ...]:
-        """Indices in `gemm_shapes`, by layer and group: of every layer's groups, and of `FURTHER_GROUPS` but for
-        `KV_UP`, whose outputs are never computed.
+    def gemm_shape_of(self) -> tuple[Mapping[str, int], ...]:
+        """Indices in `gemm_shapes`, by layer and product; without mixtures of experts, and without `KV_UP`, whose
+        outputs are never computed.
         """
         return self._gemm_shapes[1]
 
     @cached_property
     def unmerged(self) -> frozenset[str]:
-        """Names of projections that are never merged with adapters: of mixtures, and those of `SMALL_GROUPS`."""
-        return self.mixture.union(each.name for each in self._all if each.group in SMALL_GROUPS)
+        """Names of projections that are never merged with adapters: of mixtures, and small ones."""
+        return self.mixture.union(each.name for each in self._all if not each.merges)
 
     @cached_property
     def bypassed(self) -> frozenset[str]:
@@ -572,7 +416,8 @@ class Projections:
         first: dict[str, Projection] = {}
         for projection in (projection for layer in self.layers for projection in layer):
             first.setdefault(projection.name, projection)
-        own = sorted(first.values(), key=lambda projection: projection.group)
+        places = {module: place for place, module in enumerate(self._in_order)}
+        own = sorted(first.values(), key=lambda each: places[each.module])
         mixture = [each for each in own if each.is_of_mixture]
         return (*(each for each in own if not each.is_of_mixture), *self.model, *mixture)
 
@@ -587,31 +432,18 @@ class Projections:
 
     @cached_property
     def _of_ids(self) -> tuple[Projection, ...]:
-        """The first form of each module, by id: those of a group in an order that they have in every layer."""
-        found: dict[str, Projection] = {}
-        for each in self._all:
-            found.setdefault(each.module, each)
-        places = {module: place for place, module in enumerate(self._in_order)}
-        in_layers = sorted((each for each in found.values() if each.module in places), key=self._key(places))
-        own = iter(in_layers)
-        return tuple(next(own) if each.module in places else each for each in found.values())
-
-    @staticmethod
-    def _key(places: Mapping[str, int]) -> Callable[[Projection], tuple[bool, Group, int]]:
-        """Orders projections of layers: those of mixtures last, then by group, then by place."""
-        return lambda each: (each.is_of_mixture, each.group, places[each.module])
+        """The first form of each module, by id."""
+        return tuple({each.module: each for each in reversed(self._all)}.values())[::-1]
 
     @cached_property
     def _in_order(self) -> list[str]:
-        """The modules of layers: one that only later layers have stands before the next one that earlier ones have."""
-        order: list[str] = []
-        for layer, group in product(dict.fromkeys(self.layers), Group):
-            own = [each.module for each in layer if each.group is group]
-            for at, module in enumerate(own):
-                if module not in order:
-                    known = (order.index(later) for later in own[at + 1 :] if later in order)
-                    order.insert(next(known, len(order)), module)
-        return order
+        """The modules of layers: products in the order in which layers have them, and modules likewise within each."""
+        layers = [*dict.fromkeys(self.layers)]
+        modules = {
+            own: _in_order([each.module for each in layer if each.product == own] for layer in layers)
+            for own in _in_order(list(dict.fromkeys(each.product for each in layer)) for layer in layers)
+        }
+        return [*dict.fromkeys(module for own in modules.values() for module in own)]
 
     @cached_property
     def _of_experts(self) -> dict[str, tuple[str, Projection]]:
@@ -633,32 +465,33 @@ class Projections:
             for projection in layer:
                 found[projection.name].append(index)
         for projection in self.model:
-            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS, Group.INPUTS)
-            found[projection.name].append(0 if is_first else self.num_layers - 1)
+            is_last = projection.product in (Role.HEAD, Role.HEAD_ROWS)
+            found[projection.name].append(self.num_layers - 1 if is_last else 0)
         return {name: tuple(layers) for name, layers in found.items()}
 
     @cached_property
-    def _gemm_shapes(self) -> tuple[tuple[GemmShape, ...], tuple[Mapping[int, int], ...]]:
+    def _gemm_shapes(self) -> tuple[tuple[GemmShape, ...], tuple[Mapping[str, int], ...]]:
         """The different sizes of GEMMs, and those of each layer."""
         found: dict[GemmShape, int] = {}
-        of_layer: list[Mapping[int, int]] = []
-        for layer in self.layers:
-            own = {each.group for each in layer}
-            groups = (*LAYER_GROUPS, *(group for group in FURTHER_GROUPS if group in own and group is not Group.KV_UP))
-            of_layer.append({group: found.setdefault(self._gemm_shape(layer, group), len(found)) for group in groups})
+        of_layer: list[Mapping[str, int]] = []
+        for layer in range(self.num_layers):
+            products = (each for each in self.products(layer) if each not in (*MIXTURE_ROLES, Role.KV_UP))
+            of_layer.append({each: found.setdefault(self._gemm_shape(layer, each), len(found)) for each in products})
         return tuple(found), tuple(of_layer)
 
-    def _gemm_shape(self, layer: Sequence[Projection], group: Group) -> GemmShape:
-        own = [projection for projection in layer if projection.group is group]
-        part = _FEED_FORWARD if group in _FEED_FORWARD else _MIXER
-        part = frozenset() if group is Group.MIXER_OUT else part  # outputs may be experts', too
-        if not own and group in LAYER_GROUPS and part.isdisjoint(projection.group for projection in layer):
-            return GemmShape(group, 0, ())  # the layer has experts, or one part alone
-        if not own:
-            raise ValueError(f"a layer has no projection of the group {group.name}: {layer}")
-        if len({projection.inputs for projection in own}) > 1:
-            raise ValueError(f"the projections of {group.name} have no common input: {own}")
-        own.sort(key=lambda projection: self._ids[projection.name])
-        begins = accumulate((each.outputs for each in own), initial=0)
-        modules = ((self._ids[each.name], begin, each.outputs) for each, begin in zip(own, begins, strict=False))
-        return GemmShape(group, own[0].inputs, tuple(modules))
+    def _gemm_shape(self, layer: int, product: str) -> GemmShape:
+        own = [projection for projection in self.layers[layer] if projection.product == product]
+        if len({(projection.inputs, projection.is_row_parallel) for projection in own}) > 1:
+            raise ValueError(f"the projections of {product} have no common input: {own}")
+        return GemmShape(own[0].inputs, self.columns(layer, product), own[0].is_row_parallel)
+
+
+def _in_order(layers: Iterable[Sequence[str]]) -> list[str]:
+    """What layers have, in their order: what only later ones have stands before the next that earlier ones have."""
+    order: list[str] = []
+    for own in layers:
+        for at, each in enumerate(own):
+            if each not in order:
+                known = (order.index(later) for later in own[at + 1 :] if later in order)
+                order.insert(next(known, len(order)), each)
+    return order

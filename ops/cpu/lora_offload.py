@@ -172,7 +172,7 @@ def exchange_floats(gemm_shapes: Sequence[GemmShape], tokens: int) -> int:
 
 def gemm_widths(gemm_shapes: Sequence[GemmShape]) -> list[tuple[int, int]]:
     """Inputs and outputs of each."""
-    return [(inputs, sum(width for _, _, width in modules)) for _, inputs, modules in gemm_shapes]
+    return [(inputs, sum(width for _, _, width in modules)) for inputs, modules, _ in gemm_shapes]
 
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:

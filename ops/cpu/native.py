@@ -342,12 +342,12 @@ class NativeDecoder:
     def merge(
         self,
         layer: int,
-        group: int,
+        product: str,
         rows: Sequence[AdapterRows],
         origin: torch.Tensor | IntegerPanels,
         out: torch.Tensor,
     ) -> float:
-        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed in the model's dtype; not
+        """Write `origin + Σ scale·B·A` of one of a layer's products into `out`, packed in the model's dtype; not
         during a step.
 
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
@@ -358,7 +358,7 @@ class NativeDecoder:
             origin=_data_of(origin),
             integers=described_integers(origin),
             to=_pointer(out),
-            shape=self._model.gemm_shape_of[layer][group],
+            shape=self._model.gemm_shape_of[layer][product],
             layer=layer,
             parts=ctypes.addressof(parts),
             count=len(rows),

@@ -25,11 +25,9 @@ class Element(IntEnum):
 
 ELEMENT_OF = {torch.float32: Element.F32, torch.float16: Element.F16, torch.bfloat16: Element.BF16}
 
-#: The sizes of a GEMM of layers: its group in a layer, inputs, and (module id, first column, width) of its projections.
-GemmShape = tuple[int, int, Sequence[tuple[int, int, int]]]
-
-ROW_PARALLEL = (1, 3, 20, 25)
-"""Groups of layers whose inputs TP ranks share, as `memory.pages.projections` numbers them."""
+#: The sizes of a GEMM of layers: its inputs, (module id, first column, width) of its projections, and whether TP ranks
+#: share the inputs.
+GemmShape = tuple[int, Sequence[tuple[int, int, int]], bool]
 
 
 def described_gemm_shapes(shapes: Sequence[GemmShape]) -> Array[Any]:
@@ -37,10 +35,10 @@ def described_gemm_shapes(shapes: Sequence[GemmShape]) -> Array[Any]:
     layout = native_layout()
     most = layout.length("GemmShapeDesc.targets")
     found = layout.array("GemmShapeDesc", [{}] * len(shapes))
-    for descriptor, (group, inputs, modules) in zip(found, shapes, strict=True):
+    for descriptor, (inputs, modules, is_row_parallel) in zip(found, shapes, strict=True):
         if len(modules) > most:
             raise ValueError(f"a GEMM has {len(modules)} modules; the native library has room for {most}")
-        descriptor.row_parallel = group in ROW_PARALLEL
+        descriptor.row_parallel = is_row_parallel
         descriptor.inputs, descriptor.count = inputs, len(modules)
         descriptor.targets[: len(modules)] = [layout.structure("Target")(*module) for module in modules]
     return found

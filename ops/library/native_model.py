@@ -182,8 +182,8 @@ class NativeModel:
     registers: Sequence[Register]
     gemm_shapes: Sequence[GemmShape]
     """The different sizes of the layers' GEMMs."""
-    gemm_shape_of: Sequence[Mapping[int, int]]
-    """Indices in `gemm_shapes`, by layer and group."""
+    gemm_shape_of: Sequence[Mapping[str, int]]
+    """Indices in `gemm_shapes`, by layer and product."""
     positions: int
     embed: torch.Tensor
     """`[vocab, hidden]`."""

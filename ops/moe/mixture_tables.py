@@ -124,21 +124,21 @@ class MixtureTables:
     def __init__(
         self,
         sizes: MixtureSizes,
-        groups: Mapping[int, ModuleGroup],
+        groups: Mapping[str, ModuleGroup],
         device: torch.device | str = "cpu",
         make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
     ) -> None:
-        """groups: by their numbers. make_copy: see `SgmvTables`."""
+        """groups: by name. make_copy: see `SgmvTables`."""
         self.max_rank, self.page_elems, self._slab_elems = sizes.max_rank, sizes.page_elems, sizes.slab_elems
         self._first_module = min(module for group in groups.values() for module, _, _ in group.modules)
-        self.groups: dict[int, ModuleGroup] = {}
+        self.groups: dict[str, ModuleGroup] = {}
         """With modules counted from the first of mixtures, as the tables count them."""
-        self.first_place: dict[int, int] = {}
+        self.first_place: dict[str, int] = {}
         num_places = 0
-        for number, group in groups.items():
-            self.first_place[number] = num_places
+        for name, group in groups.items():
+            self.first_place[name] = num_places
             own = tuple((module - self._first_module, column, width) for module, column, width in group.modules)
-            self.groups[number] = group._replace(modules=own)
+            self.groups[name] = group._replace(modules=own)
             num_places += len(own) * max(1, group.experts)
         modules = 1 + max(module for group in self.groups.values() for module, _, _ in group.modules)
         self._num_places, self._layers = num_places, sizes.layers
@@ -194,7 +194,7 @@ class MixtureTables:
             self._copy(self.adapter_of[:end], torch.from_numpy(wanted[:end]))
             self._planned = wanted
 
-    def writer(self, group: int, per_token: int = 1, *, by_runs: bool = False) -> TileWriter:
+    def writer(self, group: str, per_token: int = 1, *, by_runs: bool = False) -> TileWriter:
         """The constants of the launch that writes a group's tiles. by_runs: see `TileWriter.adapters`."""
         return TileWriter(
             first=self.first_place[group],
@@ -247,19 +247,19 @@ class MixtureTables:
             for begin, of_modules in ((0, rows.a_offset), (self.tiles.modules, rows.b_offset)):
                 values = of_modules[self._first_module : self._first_module + self.tiles.modules]
                 own[index, PART_OFFSETS + begin :][: len(values)] = values
-            for number, group in self.groups.items():
+            for name, group in self.groups.items():
                 if any(own[index, PART_OFFSETS + module] >= 0 for module, _, _ in group.modules):
-                    self._place(places, number, rows, index)
+                    self._place(places, name, rows, index)
         return places, own, np.array(parts[0].pages, dtype=np.int32)
 
-    def _place(self, places: np.ndarray, number: int, rows: AdapterRows, index: int) -> None:
+    def _place(self, places: np.ndarray, name: str, rows: AdapterRows, index: int) -> None:
         """Write the places of a part's rank-rows of a group: of each expert, the first that no other part has."""
-        group, experts = self.groups[number], np.array(rows.experts or (0,))
+        group, experts = self.groups[name], np.array(rows.experts or (0,))
         each = np.arange(len(experts)) * (rows.rank * rows.slab_elems)
         for layer, first in enumerate(rows.first_elem):
             left, values = experts, (first + each) * MAX_PARTS + index
             for slot in range(len(group.modules) if first >= 0 else 0):
-                columns = self.first_place[number] + slot * max(1, group.experts) + left
+                columns = self.first_place[name] + slot * max(1, group.experts) + left
                 free = places[layer, columns] < 0
                 places[layer, columns[free]] = values[free]
                 left, values = left[~free], values[~free]

@@ -122,7 +122,7 @@ def write_tiles(out, known, runs, layer, layers, max_pages, num_tiles, first_pai
 
 def write(
     tables: MixtureTables,
-    group: int,
+    group: str,
     layer: int,
     *,
     pairs: int = 0,

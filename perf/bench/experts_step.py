@@ -19,12 +19,11 @@ import torch
 from ...core.model.lora.lora_state import rows_in
 from ...core.model.moe.experts import choose, mix_experts
 from ...core.model.moe.listed_experts import ListedExperts
-from ...core.model.moe.mixture_lora import MixtureLora
+from ...core.model.moe.mixture_lora import MixtureLora, mixture_columns
 from ...core.model.specs.feed_forward import Experts, Routing
 from ...memory.pages import hugepages
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...memory.pages.layer_projections import mixture_projections
-from ...memory.pages.projections import MIXTURE_GROUPS, Group, Projections
+from ...memory.pages.projections import Projections, Role
 from ...ops.gemm import packed_gemm
 from ...ops.lora.sgmv import Segments
 from ...ops.moe import expert_gemms
@@ -66,16 +65,14 @@ class Adapters:
     _PAGE_ELEMS = 1 << 15
 
     def __init__(self, shape: Shape, layers: int, count: int, rank: int) -> None:
-        table = Projections((mixture_projections(shape.hidden, shape.count, shape.size),) * layers)
+        table = Projections((shape.spec.projections(shape.hidden),) * layers)
         parts = uniform_parts(table, rank, scale=2.0, targets=[each.name for each in table])
         layout = AdapterLayout.build(parts, table, self._PAGE_ELEMS, torch.bfloat16.itemsize)
         generator = torch.Generator().manual_seed(1)
         pages = torch.randperm(count * layout.num_pages, generator=generator).view(count, -1).tolist()
         self._arena = hugepages.zeros((count * layout.num_pages, self._PAGE_ELEMS), torch.bfloat16)
         self._arena.normal_(0, 0.02, generator=generator)
-        self._columns = [
-            {int(group): table.columns(layer, group) for group in MIXTURE_GROUPS} for layer in range(layers)
-        ]
+        self._columns = mixture_columns(table)
         self._segments = Segments()
         for row, own in enumerate(pages):
             for part, place in zip(parts, layout.parts, strict=True):
@@ -114,7 +111,7 @@ class Layers:
         x = torch.randn(rows, self._shape.hidden, generator=self._generator).bfloat16()
         logits = x.float() @ expert_gemms.unpack(weights.router).T
         if lora is not None:
-            lora.add(Group.ROUTER, logits, x.float())
+            lora.add(Role.ROUTER, logits, x.float())
         used = len(choose(logits, spec.routing).experts.unique())
         begin = time.perf_counter()
         mix_experts(x, weights, spec, lora)

@@ -11,7 +11,7 @@ from ...core.costs.models import CostModel, MergeCost, StepWork
 from ...core.merging.mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState, work_of
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import Group, Projections
+from ...memory.pages.projections import Projections
 
 
 class SimShadow:
@@ -65,8 +65,8 @@ class SimShadow:
         """Return the elements of each matrix, over all layers."""
         targets, sizes = set(adapter.manifest.targets), []
         for layer in self._projections.layers:
-            for group in Group:
-                matrix = [each for each in layer if each.group is group]
+            for product in dict.fromkeys(each.product for each in layer):
+                matrix = [each for each in layer if each.product == product]
                 if any(each.name in targets for each in matrix):
                     sizes.append(sum(each.inputs * each.outputs for each in matrix))
         return sizes

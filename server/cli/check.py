@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import TextIO
 
 from ...core.base_name import named_base, names_of, short_name, with_base
+from ...core.model.compose.composed import composed
+from ...core.model.compose.decoder_layer import DecoderLayer
+from ...core.model.specs.attention import AttentionSpec
+from ...core.model.specs.feed_forward import GatedSpec
+from ...core.model.specs.norms import NormSpec
+from ...core.model.specs.recurrent import GatedDeltaSpec, RecurrentSpec
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import inspect_adapter, open_weights
 from ...memory.files.manifest import AdapterManifest
@@ -18,12 +24,7 @@ from ...memory.files.module_paths import ModulePaths
 from ...memory.files.peft_names import tensor_names
 from ...memory.files.tensor_uses import form_in_words, uses_of
 from ...memory.files.tokens.added_tokens import TOKENIZER_FILES
-from ...memory.pages.layer_projections import (
-    attention_projections,
-    gated_projections,
-    linear_projections,
-    model_projections,
-)
+from ...memory.pages.layer_projections import model_projections
 from ...memory.pages.projections import Projection, Projections
 from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
@@ -183,11 +184,7 @@ def _own_base(path: Path) -> _Base:
 
     A layer has linear attention if the adapter has a tensor of it there.
     """
-    feed_forward = gated_projections(1, 1)
-    attention, linear = (
-        attention_projections(1, 1, 1, 1) + feed_forward,
-        linear_projections(1, 1, 1, 1, 1) + feed_forward,
-    )
+    attention, linear = map(_layer, (AttentionSpec(1, 1, 1, 1.0, None), GatedDeltaSpec(1, 1, 1, 1, 1.0)))
     usual = Projections((attention, linear), model_projections(1, 1, 1))
     dims, layers_of = _own_modules(path, usual)
     found = set[int]().union(*layers_of.values())
@@ -198,6 +195,11 @@ def _own_base(path: Path) -> _Base:
     own = (linear if layer in with_linear else attention for layer in range(max(found, default=0) + 1))
     of_model = tuple(_with_dims(each, *dims.get(each.name, (1, 1))) for each in usual.model)
     return _Base(ModulePaths(Projections(tuple(own), of_model)), "float32", None)
+
+
+def _layer(mixer: AttentionSpec | RecurrentSpec) -> tuple[Projection, ...]:
+    """The projections of a layer with this mixer, and a gated part."""
+    return composed(DecoderLayer(mixer, GatedSpec(1)), NormSpec(1.0), 1).projections
 
 
 def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, int]], dict[str, set[int]]]:

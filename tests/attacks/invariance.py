@@ -33,7 +33,7 @@ from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import Group, Projections
+from chorus.memory.pages.projections import Projections
 from chorus.ops.cpu import native
 from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales
 from chorus.ops.library import native_library, native_model
@@ -130,9 +130,9 @@ def build(
     def bias(width: int) -> torch.Tensor | None:
         return vector(width, biased, 0.0)
 
-    def layer(spec: LayerSpec, shapes: Mapping[int, int]) -> LayerWeights:
-        def matrix(group: Group) -> Any:
-            return packed(table.gemm_shapes[shapes[group]].outputs, table.gemm_shapes[shapes[group]].inputs)
+    def layer(spec: LayerSpec, shapes: Mapping[str, int]) -> LayerWeights:
+        def matrix(product: str) -> Any:
+            return packed(table.gemm_shapes[shapes[product]].outputs, table.gemm_shapes[shapes[product]].inputs)
 
         mixer = spec.attention
         assert mixer is not None
@@ -141,11 +141,11 @@ def build(
             "mlp_norm": vector(hidden, spec.norms not in PARALLEL),
             "attention_out_norm": vector(hidden),
             "mlp_out_norm": vector(hidden),
-            "qkv": matrix(Group.MIXER_IN),
-            "o": matrix(Group.MIXER_OUT),
-            "gate_up": matrix(Group.GATE_UP),
-            "down": matrix(Group.DOWN),
-            "qkv_bias": bias(table.gemm_shapes[shapes[Group.MIXER_IN]].outputs),
+            "qkv": matrix("qkv"),
+            "o": matrix("o"),
+            "gate_up": matrix("gate_up"),
+            "down": matrix("down"),
+            "qkv_bias": bias(table.gemm_shapes[shapes["qkv"]].outputs),
             "o_bias": bias(hidden),
             "gate_up_bias": bias(2 * ffn),
             "down_bias": bias(hidden),
@@ -154,13 +154,13 @@ def build(
             rows = mixer.num_heads * (latent.key_dim + latent.value_dim)
             found |= {"kv_up": weights(rows, latent.kv_rank, scale=latent.kv_rank**-0.5)}
             found |= {"k_norm": vector(latent.kv_rank), "q_norm": vector(max(1, latent.q_rank))}
-            found |= {"q_up": matrix(Group.QUERY_UP) if latent.q_rank else None}
+            found |= {"q_up": matrix("q_up") if latent.q_rank else None}
         elif mixer.head_norm is not None:
             heads = (mixer.num_heads, mixer.num_kv_heads) if mixer.head_norm is HeadNorm.ALL else (1, 1)
             found |= {f"{name}_norm": vector(count * mixer.head_dim) for name, count in zip("qk", heads, strict=True)}
-        return native_layer(LayerWeights(**found), spec)
+        return native_layer(LayerWeights(**found), spec, composed(spec, NormSpec(1e-6), hidden).slots)
 
-    layers = list(map(layer, specs, table.gemm_shape_in))
+    layers = list(map(layer, specs, table.gemm_shape_of))
     longest = rng.random() < 0.15
     requests = [
         Request([rng.randrange(vocab) for _ in range(rng.randint(100, 260) if longest and not i else length)], [])
@@ -201,7 +201,7 @@ def build(
         ops=program.ops(places),
         registers=program.registers,
         gemm_shapes=table.gemm_shapes,
-        gemm_shape_of=table.gemm_shape_in,
+        gemm_shape_of=table.gemm_shape_of,
         positions=requests_end,
         embed=weights(vocab, hidden),
         lm_head=native_model.pack(weights(vocab, hidden)),

@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
 
-from ....memory.pages.projections import Group, Projection
+from ....memory.pages.projections import MODEL_ROLES, Projection, Role
 from ..program.layer_program import Kept, LayerProgram
 from ..program.op import STREAM, STREAMS, Op, Read, name_of
 from ..program.ops.gates import GateOutput
@@ -24,12 +23,9 @@ from ..program.ops.rows import Activate, Concat, Scale, Sum
 from ..program.ops.spans import Begin, End
 from ..specs.feed_forward import GatedActivation, UngatedActivation
 from ..specs.norms import NormSpec
+from ..specs.products import Proj
 from ..weights.layer_weights import MakesPart
 from ..weights.slot import Keep, Slot, SlotTensor, bias_tensor, weight_tensor
-from ..weights.slots import MATRICES
-
-#: The group of each product's projections.
-_GROUPS = {slot: group for group, slot in MATRICES.items()}
 
 
 class Value(str):
@@ -60,40 +56,6 @@ def width_of(read: Read) -> int:
     return name.width if isinstance(read, str) else len(range(name.width)[read.begin : read.end])
 
 
-class Proj(NamedTuple):
-    """One of the projections of a product: what adapters may change, by its path. See `Projection`."""
-
-    path: str
-    outputs: int
-
-    units: int = 1
-    """Equal parts that TP ranks share, of inputs where the product is summed over ranks; 1: each has all of it."""
-
-    bias: bool = False
-    sections: tuple[int, ...] = ()
-    section_units: tuple[int, ...] = ()
-    form: str = ""
-    is_bypassed: bool = False
-    why_no_bias: str = ""
-    bias_factor: float = 1.0
-
-    def of(self, group: Group, inputs: int) -> Projection:
-        """The projection as tables of adapters have it."""
-        return Projection(
-            self.path,
-            group,
-            inputs,
-            self.outputs,
-            self.units,
-            self.sections,
-            section_units=self.section_units,
-            form=self.form,
-            is_bypassed=self.is_bypassed,
-            why_no_bias=self.why_no_bias,
-            bias_factor=self.bias_factor,
-        )
-
-
 class Build:
     """A layer as it is written: `weight` declares a slot, `put` appends an op, and all others do both."""
 
@@ -111,7 +73,7 @@ class Build:
         self._written: list[dict[str, Value]] = []
         self._slots: dict[str, Slot] = {}
         self._projections: list[Projection] = []
-        self._shared: int | None = None
+        self._layers: tuple[int | None, int | None] = None, None  # see `shared_with` and `stored_in`
 
         self.parts: dict[str, MakesPart] = {}
         """Parts whose weights are one object, in order, and what makes it."""
@@ -125,13 +87,12 @@ class Build:
         name: str,
         *tensors: SlotTensor,
         keep: Keep = Keep.PLAIN,
-        group: Group | None = None,
         first_rank: bool = False,
         factor: float | None = None,
         count: int = 0,
     ) -> str:
         """Declare a slot, which is the first one of its name; returns the name. See `Slot`."""
-        self._slots.setdefault(name, Slot(name, tensors, keep, group, first_rank, factor, count, self._shared))
+        self._slots.setdefault(name, Slot(name, tensors, keep, first_rank, factor, count, *self._layers))
         return name
 
     def part(self, name: str, made: MakesPart) -> str:
@@ -149,13 +110,18 @@ class Build:
         made = (1.0,) if norm.weightless else ()
         return self.weight(name, *(SlotTensor(f"{path}.{end}", (width,), made=made) for end in ends), keep=Keep.NORM)
 
-    def product(self, slot: str, inputs: int, *own: Proj, rows: bool = False, keep: Keep = Keep.MATRIX) -> str:
-        """Declare a product's matrices side by side, and their biases where one has it. rows: see `linear`."""
-        group = _GROUPS[slot]
-        found = tuple(each.of(group, inputs) for each in own)
-        assert rows is found[0].is_row_parallel, f"{slot} is one of ranks' sums, or is not"
+    def product(
+        self, slot: str, inputs: int, *own: Proj, rows: bool = False, merges: bool = True, keep: Keep = Keep.MATRIX
+    ) -> str:
+        """Declare a product, which is named as the slot of its matrices side by side, and their biases where one has
+        it. rows, merges: see `linear`.
+        """
+        is_taken = slot in MODEL_ROLES or (slot == Role.KV_UP) is not (keep is Keep.DENSE)
+        if is_taken or "." in slot or not self._slots.keys().isdisjoint((slot, f"{slot}_bias")):
+            raise ValueError(f"a layer can't write a product {slot!r}: something else has this name")
+        found = tuple(each.of(slot, inputs, rows=rows, merges=merges) for each in own)
         self._projections += found
-        self.weight(slot, *map(weight_tensor, found), keep=keep, group=group)
+        self.weight(slot, *map(weight_tensor, found), keep=keep)
         if any(each.bias for each in own):
             biases = (bias_tensor(one, is_stored=each.bias) for one, each in zip(found, own, strict=True))
             self.weight(f"{slot}_bias", *biases, first_rank=rows)
@@ -168,9 +134,16 @@ class Build:
     @contextmanager
     def shared_with(self, first: int | None) -> Iterator[None]:
         """Weights that are declared within are those of the layer `first`; None: of this one alone."""
-        before, self._shared = self._shared, first
+        before, self._layers = self._layers, (first, None)
         yield
-        self._shared = before
+        self._layers = before
+
+    @contextmanager
+    def stored_in(self, layer: int) -> Iterator[None]:
+        """Weights that are declared within are this layer's, and a checkpoint has them in another one."""
+        before, self._layers = self._layers, (None, layer)
+        yield
+        self._layers = before
 
     # ---- ops
 
@@ -195,14 +168,24 @@ class Build:
         norm, width = norm or self.norm_spec, width_of(x)
         return self.put(Norm(x, out, self.norm_weight(slot, width, norm, path or slot), norm), width)
 
-    def linear(self, slot: str, x: Read, out: str, *own: Proj, rows: bool = False, inputs: int | None = None) -> Value:
+    def linear(
+        self,
+        slot: str,
+        x: Read,
+        out: str,
+        *own: Proj,
+        rows: bool = False,
+        merges: bool = True,
+        inputs: int | None = None,
+    ) -> Value:
         """One product, `x · wᵀ + bias`, whose outputs are those of these projections, side by side.
 
-        rows: TP ranks split the inputs (row-parallel), so their outputs must be summed by `reduce`. inputs: width of x,
-        if its buffer is not that wide.
+        rows: TP ranks split the inputs (row-parallel), so their outputs must be summed by `reduce`. merges: adapters
+        may be merged into its matrices; False for small ones, of which a copy gains nothing. inputs: width of x, if its
+        buffer is not that wide.
         """
-        self.product(slot, width_of(x) if inputs is None else inputs, *own, rows=rows)
-        return self.put(Gemm(_GROUPS[slot], x, out, slot), sum(each.outputs for each in own))
+        self.product(slot, width_of(x) if inputs is None else inputs, *own, rows=rows, merges=merges)
+        return self.put(Gemm(x, out, slot), sum(each.outputs for each in own))
 
     def reduce(self, y: Value) -> Value:
         """The sum over TP ranks, in its place."""
@@ -260,10 +243,15 @@ class Build:
         return tuple(self._projections)
 
     @cached_property
+    def shared(self) -> dict[str, int]:
+        """The first layer with each of the slots that layers share, by name."""
+        return {slot.name: slot.shared for slot in self.slots if slot.shared is not None}
+
+    @cached_property
     def biased(self) -> frozenset[str]:
         """Paths of the projections that have a bias in the checkpoint."""
-        of_products = (slot for slot in self.slots if slot.name.removesuffix("_bias") in _GROUPS)
-        own = (each for slot in of_products if slot.group is None for each in slot.tensors if not each.made)
+        names = {f"{each.product}_bias" for each in self._projections if not each.is_of_mixture}
+        own = (each for slot in self.slots if slot.name in names for each in slot.tensors if not each.made)
         return frozenset(each.path.removesuffix(".bias") for each in own)
 
     @cached_property

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from ....memory.pages.projections import Group
 from ..program.op import Read, View
 from ..program.ops.mix import Mix
 from ..specs.recurrent import Inner, RecurrentSpec
@@ -19,35 +18,20 @@ from ..weights.slots import RECURRENT
 from .build import Build, Proj, Value
 
 
-def products(b: Build, mixer: RecurrentSpec, group: Group, path: str = "") -> tuple[Proj, ...]:
+def product(b: Build, mixer: RecurrentSpec, name: str, path: str = "") -> tuple[Proj, ...]:
     """A mixer's projections of one of its products. path: of the module around it."""
-    return tuple(
-        Proj(
-            path + each.path,
-            each.outputs,
-            each.units,
-            each.path in mixer.biased,
-            each.sections,
-            each.section_units,
-            each.form,
-            each.is_bypassed,
-            each.why_no_bias,
-            each.bias_factor,
-        )
-        for each in mixer.projections(b.hidden)
-        if each.group is group
-    )
+    return tuple(each._replace(path=path + each.path) for each in mixer.products(b.hidden)[name])
 
 
 def mixer_in(b: Build, mixer: RecurrentSpec, n: Value, slot: str = "qkv", out: str = "in", path: str = "") -> Value:
     """What the mixer reads, with decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""
-    x = b.linear(slot, n, out, *products(b, mixer, Group.MIXER_IN, path))
+    x = b.linear(slot, n, out, *product(b, mixer, "in", path))
     if mixer.input_parts is None:
         return Value(x, mixer.in_size)
     ends = list(accumulate(mixer.input_parts))
     gates, decays = View(x, ends[0], ends[1], copied=True), View(x, ends[2], ends[3], copied=True)
-    og = b.linear("output_gate_up", gates, "og", *products(b, mixer, Group.OUTPUT_GATE_UP, path))
-    de = b.linear("decay_up", decays, "de", *products(b, mixer, Group.DECAY_UP, path))
+    og = b.linear("output_gate_up", gates, "og", *product(b, mixer, "output_gate_up", path))
+    de = b.linear("decay_up", decays, "de", *product(b, mixer, "decay_up", path))
     return Value(b.concat(out, View(x, 0, ends[0]), og, View(x, ends[1], ends[2]), de), mixer.in_size)
 
 
@@ -74,14 +58,14 @@ def _made(mixer: RecurrentSpec, of: PartWeights) -> Any:
 
 def mixer_out(b: Build, mixer: RecurrentSpec, x: Value, slot: str = "o", out: str = "y", path: str = "") -> Value:
     """The product of what `mix` gave, which ranks must sum."""
-    return b.linear(slot, x, out, *products(b, mixer, Group.MIXER_OUT, path), rows=True)
+    return b.linear(slot, x, out, *product(b, mixer, "out", path), rows=True)
 
 
 def _between(b: Build, mixer: RecurrentSpec, inner: Inner, x: str) -> Value:
     """What stands between the two parts of a mixer: steps, B and C of what the first gives."""
     x = Value(x, mixer.in_size)
     c = b.put(Mix(x, "c", mixer, is_first=True), mixer.channels)
-    low = b.reduce(b.linear("scan_in", c, "low", *products(b, mixer, Group.SCAN_IN), rows=True))
+    low = b.reduce(b.linear("scan_in", c, "low", *product(b, mixer, "scan_in"), rows=True))
     widths, parts = (inner.rank, inner.state, inner.state), list[Read]()
     for name, end, width in zip(("dt", "b", "c"), accumulate(widths), widths, strict=True):
         if inner.norm is None:
@@ -89,6 +73,6 @@ def _between(b: Build, mixer: RecurrentSpec, inner: Inner, x: str) -> Value:
         else:
             part = View(low, end - width, end)
             parts.append(b.norm(f"{name}_norm", part, f"{name}n", inner.norm, f"mamba.{name}_layernorm"))
-    steps = b.linear("decay_up", parts[0], "de", *products(b, mixer, Group.DECAY_UP))
+    steps = b.linear("decay_up", parts[0], "de", *product(b, mixer, "decay_up"))
     found = b.concat("sc", c, steps, *parts[1:], View(x, mixer.channels))
     return Value(found, mixer.channels + 2 * inner.state + mixer.in_size)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ....memory.pages.projections import Group, Projection
+from ....memory.pages.projections import Projection, Role
 from ..program.op import Read
 from ..program.ops.moe import Moe, SharedExpert
 from ..specs.feed_forward import Experts, LatentExperts
@@ -31,12 +31,12 @@ def mixture(b: Build, spec: Experts, rows: Value, out: str = "y", routed: Read |
 def _of_latents(b: Build, spec: Experts, latent: LatentExperts, rows: Value, out: str) -> Value:
     """See `LatentExperts`."""
     mixture_weights(b, spec)
-    low = b.linear("low_rank_down", rows, "l", Proj("mlp.pre_expert_proj", latent.size))
+    low = b.linear("low_rank_down", rows, "l", Proj("mlp.pre_expert_proj", latent.size), merges=False)
     if latent.eps is not None:
         low = b.norm("latent_norm", low, "ln", path="mlp.pre_expert_norm")
         small(b, "out_norm", "mlp.experts.post_expert_norm.weight", latent.size)
     y = b.reduce(b.put(Moe(low, rows, out, spec), latent.size))
-    y = b.linear("low_rank_up", y, out, Proj("mlp.post_expert_proj", b.hidden))
+    y = b.linear("low_rank_up", y, out, Proj("mlp.post_expert_proj", b.hidden), merges=False)
     if not spec.shared_size:
         return y
     return b.sum(y, b.reduce(b.put(SharedExpert(rows, "sh", spec), b.hidden)), out)
@@ -45,16 +45,15 @@ def _of_latents(b: Build, spec: Experts, latent: LatentExperts, rows: Value, out
 def mixture_weights(b: Build, spec: Experts) -> None:
     """Declare the weights of a mixture, and its projections."""
     own = spec.projections(b.hidden)
-    of = {group: [each for each in own if each.group is group] for group in dict.fromkeys(it.group for it in own)}
-    gate_up, down = of[Group.EXPERT_GATE_UP], of[Group.EXPERT_DOWN]
-    b.adapted(*(each for each in own if each.is_of_mixture))
+    gate_up, down = (projections_of(own, role) for role in (Role.EXPERT_GATE_UP, Role.EXPERT_DOWN))
+    b.adapted(*own)
     b.part(EXPERTS, partial(_made, spec))
     _routing(b, spec)
-    listed(b, f"{EXPERTS}.gate_up", gate_up, range(spec.count), Group.EXPERT_GATE_UP)
-    listed(b, f"{EXPERTS}.down", down, range(spec.count), Group.EXPERT_DOWN)
-    for name, group in (("shared_gate_up", Group.SHARED_GATE_UP), ("shared_down", Group.SHARED_DOWN)):
-        if group in of:
-            b.weight(f"{EXPERTS}.{name}", *map(weight_tensor, of[group]), keep=Keep.EXPERT, group=group)
+    listed(b, Role.EXPERT_GATE_UP, gate_up, range(spec.count))
+    listed(b, Role.EXPERT_DOWN, down, range(spec.count))
+    for role in (Role.SHARED_GATE_UP, Role.SHARED_DOWN):
+        if shared := projections_of(own, role):
+            b.weight(role, *map(weight_tensor, shared), keep=Keep.EXPERT)
     if spec.biased:
         _biases(b, spec, gate_up, down)
     if spec.has_sum_bias:
@@ -105,18 +104,15 @@ def small(b: Build, name: str, path: str, *shape: int) -> None:
     b.weight(f"{EXPERTS}.{name}", SlotTensor(path, shape), keep=Keep.FLOAT32)
 
 
-def listed(
-    b: Build,
-    name: str,
-    own: Sequence[Projection],
-    numbers: range,
-    group: Group | None = None,
-    *,
-    keep: Keep = Keep.EXPERT,
-) -> None:
+def projections_of(own: Sequence[Projection], role: Role) -> list[Projection]:
+    """Those of a mixture's projections that are of one product."""
+    return [each for each in own if each.product == role]
+
+
+def listed(b: Build, name: str, own: Sequence[Projection], numbers: range, *, keep: Keep = Keep.EXPERT) -> None:
     """Declare a list of weights of experts with these numbers. own: projections of all of them."""
     tensors = (weight_tensor(each) for each in _each_of(own, numbers))
-    b.weight(name, *tensors, keep=keep, group=group, count=len(numbers))
+    b.weight(name, *tensors, keep=keep, count=len(numbers))
 
 
 def _each_of(own: Sequence[Projection], numbers: range) -> Iterator[Projection]:
@@ -138,7 +134,7 @@ def _of_images(b: Build, spec: Experts) -> None:
     if not spec.sees:
         few = many = Keep.UNUSED
     b.weight(f"{at}.router", SlotTensor(IMAGE_ROUTER, (count, b.hidden)), keep=few)
-    for name, group in (("gate_up", Group.EXPERT_GATE_UP), ("down", Group.EXPERT_DOWN)):
-        listed(b, f"{at}.{name}", [each for each in own if each.group is group], numbers, keep=many)
+    for name, role in (("gate_up", Role.EXPERT_GATE_UP), ("down", Role.EXPERT_DOWN)):
+        listed(b, f"{at}.{name}", projections_of(own, role), numbers, keep=many)
     if spec.routing.corrected:
         b.weight(f"{at}.correction", SlotTensor(IMAGE_CORRECTION, (count,)), keep=few)

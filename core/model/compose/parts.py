@@ -22,11 +22,12 @@ def dense(b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
     return down(b, spec, activated(b, spec, gate_up(b, spec, rows)))
 
 
-def gate_up(b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
-    """Gate and up side by side, or up alone."""
-    names = ("gate_proj", "up_proj") if isinstance(spec, GatedSpec) else ("up_proj",)
-    own = (Proj(f"mlp.{each}", spec.size, spec.size, spec.bias, form=spec.form) for each in names)
-    return b.linear("gate_up", rows, "gu", *own)
+def gate_up(b: Build, spec: GatedSpec | UngatedSpec, rows: Value, *, is_alone: bool = True) -> Value:
+    """Gate and up side by side, or up alone. is_alone: nothing is added to them."""
+    size, bias, form = spec.size, spec.bias, spec.form
+    gate = (Proj("mlp.gate_proj", size, size, bias, form=form),) * isinstance(spec, GatedSpec)
+    up = Proj("mlp.up_proj", size, size, bias, form=form, scales="mlp.down_proj" if gate and is_alone else "")
+    return b.linear("gate_up", rows, "gu", *gate, up)
 
 
 def activated(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
@@ -53,8 +54,8 @@ def down(b: Build, spec: GatedSpec | UngatedSpec, f: Value) -> Value:
 def own_input(b: Build, layer: LayerSpec, size: int, rows: Value) -> Value:
     """What a layer's own input of this size adds, by gates of these rows: see `LayerInputSpec`."""
     assert layer.dense is not None, "a layer with an input of its own has a dense part"
-    gate = b.linear("input_gate", rows, "g", Proj("per_layer_input_gate", size))
+    gate = b.linear("input_gate", rows, "g", Proj("per_layer_input_gate", size), merges=False)
     g = b.concat("g", gate, b.put(TakeInput(), size))
     f = b.activate(g, layer.dense.activation)
-    y = b.linear("input_projection", f, "y", Proj("per_layer_projection", b.hidden))
+    y = b.linear("input_projection", f, "y", Proj("per_layer_projection", b.hidden), merges=False)
     return b.scale(b.norm("input_norm", y, y), layer.residual_multiplier)

@@ -5,19 +5,18 @@ Tests: tests/core/model/lora/test_lora_state_cuda.py, tests/core/executors/test_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ....graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize
-from ....memory.pages.projections import Group
 from ....ops.attention.latents import AbsorbedLora
 from ....ops.lora.sgmv_schedule import Schedule
 from ....ops.lora.sgmv_tables import MAX_GRID, SgmvTables
 from ..moe.mixture_launches import MixtureForm, MixtureLaunches
-from .step_lora import HeadLora
+from .step_lora import INPUTS_GEMM, HeadLora
 
 if TYPE_CHECKING:
     from ....ops.attention.latents_triton import LaunchedLora
@@ -36,11 +35,11 @@ class StepOffload(Protocol):
         """
         ...
 
-    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+    def offload(self, gemm: int, x: torch.Tensor, layer: int, /) -> None:
         """Send them their rows of x."""
         ...
 
-    def collect(self, group: int, y: torch.Tensor, layer: int, /) -> None:
+    def collect(self, gemm: int, y: torch.Tensor, layer: int, /) -> None:
         """Add their LoRA terms to y."""
         ...
 
@@ -49,16 +48,15 @@ class LaunchState(Protocol):
     """What launches read of a step: `CudaLoraState`."""
 
     tables: SgmvTables
-    gemm_shape_in: tuple[Mapping[int, int], ...]
     offloaded: StepOffload | None
 
     def sgmvs(self, schedule: Schedule, terms: int, /) -> dict[int, Sgmv]: ...
 
-    def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None: ...
+    def scale(self, gemm: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None: ...
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None: ...
 
-    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
+    def add(self, gemm: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
 
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None: ...
 
@@ -133,11 +131,11 @@ class LoraLaunches:
         self._tail_tiles = self._tiles[num_tiles * terms :]
 
     @property
-    def mixture_groups(self) -> tuple[int, ...]:
+    def mixture_groups(self) -> tuple[str, ...]:
         """See `MixtureForm.groups`."""
         return self._mixture.groups
 
-    def variant(self, scales: tuple[bool, ...], room: LaunchSize, mixture: tuple[int, ...] = ()) -> LoraLaunches:
+    def variant(self, scales: tuple[bool, ...], room: LaunchSize, mixture: tuple[str, ...] = ()) -> LoraLaunches:
         """Return captured launches with other launches for vectors and mixtures of experts, and room for more tiles,
         made once; of those of the usual room.
         """
@@ -182,38 +180,37 @@ class LoraLaunches:
     def _tail_sgmvs(self) -> dict[int, Sgmv]:
         return {} if self.tail is None else self._state.sgmvs(self.tail.schedule, self.terms)
 
-    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
-        """Add the LoRA terms of the first `num_tiles` tiles for a group's projections, and those of the tail. Captured
-        steps have nothing of further inputs' group: what adapters do to it runs before them, as `embed`.
+    def add(self, gemm: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
+        """Add the LoRA terms of the first `num_tiles` tiles for a GEMM's projections, and those of the tail. Captured
+        steps have nothing of further inputs' GEMM: what adapters do to it runs before them, as `embed`.
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
-        if group == Group.INPUTS:
-            self._state.add(group, y, x, layer)
+        if gemm == INPUTS_GEMM:
+            self._state.add(gemm, y, x, layer)
             return
-        index = self._state.gemm_shape_in[layer][group]
         if True in self.scales:
-            self._state.scale(group, y, layer, undo=True)
+            self._state.scale(gemm, y, layer, undo=True)
         if (tail := self.tail) is not None:
             last = y[tail.border :], x[tail.border :]
-            self._tail_sgmvs[index](*last, layer, self._tail_tiles, tail.num_tiles)
-        self._sgmvs[index](
+            self._tail_sgmvs[gemm](*last, layer, self._tail_tiles, tail.num_tiles)
+        self._sgmvs[gemm](
             y, x, layer, tiles=self._tiles, num_tiles=self.num_tiles, tokens=self._tokens, compile_only=compile_only
         )
         if (offloaded := self._state.offloaded) is not None:
-            offloaded.collect(group, y, layer)
+            offloaded.collect(gemm, y, layer)
         if False in self.scales:
-            self._state.scale(group, y, layer, undo=False)
+            self._state.scale(gemm, y, layer, undo=False)
 
-    def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
+    def shrink(self, gemm: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
         """Multiply with A only; return None if tiles have more than one token, or records of several adapters, or if
         adapters have vectors.
         """
-        if group == Group.INPUTS or self.terms > 1 or self.tail is not None:
+        if gemm == INPUTS_GEMM or self.terms > 1 or self.tail is not None:
             return None
         if self.schedule.tensor_cores or self.scales:
             return None
-        sgmv = self._sgmvs[self._state.gemm_shape_in[layer][group]]
+        sgmv = self._sgmvs[gemm]
         return sgmv.shrink(x, layer, self._tiles, self.num_tiles, compile_only=compile_only)
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
@@ -246,10 +243,10 @@ class LoraLaunches:
         """See `StepLora.mixture`."""
         return self._state.mixture_launches(layer, self._mixture)
 
-    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
+    def offload(self, gemm: int, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.offload`."""
         if (offloaded := self._state.offloaded) is not None:
-            offloaded.offload(group, x, layer)
+            offloaded.offload(gemm, x, layer)
 
 
 def _least_room(tiles: int, usual: int) -> int:

@@ -17,16 +17,16 @@ import torch
 
 from ....memory.adapters.adapter import Adapter
 from ....memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
-from ....memory.pages.projections import FURTHER_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections
+from ....memory.pages.projections import Projection, Projections, Role
 from ....memory.transfers.transfer import Transfer
 from ....ops.attention.latents import AbsorbedLora
 from ....ops.lora.sgmv import AdapterRows, Segments, add_embeddings, sgmv
 from ....ops.lora.trained_rows import TrainedRows
 from ....ops.lora.vectors import scale_outputs
 from ...requests.types import BASE_LORA_INDEX, ScheduledSequence
-from ..moe.mixture_lora import MixtureLora
+from ..moe.mixture_lora import MixtureLora, mixture_columns
 from ..specs.config import ModelConfig
-from .step_lora import HeadLora
+from .step_lora import INPUTS_GEMM, HeadLora
 
 T = TypeVar("T")
 
@@ -59,11 +59,13 @@ class LoraState:
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._projections, self._num_layers = projections, config.num_layers
         self._vocab_size = config.vocab_size
-        self._groups = lora_groups(config.projections)
-        self._latents = {module for layer in self._groups for module, _, _ in layer[Group.KV_UP]}
-        self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
-        self._inputs = self._projections.of_group(Group.INPUTS)
-        rows = [self._projections.of_group(each) for each in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)]
+        layers = range(config.num_layers)
+        self._gemms = [shape.modules for shape in projections.gemm_shapes]
+        self._latents = [projections.columns(layer, Role.KV_UP) for layer in layers]
+        self._mixture_columns = mixture_columns(projections)
+        self._embedding, self._head = (self._projections.of_role(each) for each in (Role.EMBEDDING, Role.HEAD))
+        self._inputs = self._projections.of_role(Role.INPUTS)
+        rows = [self._projections.of_role(each) for each in (Role.EMBEDDING_ROWS, Role.HEAD_ROWS)]
         self._head_rows = rows[1]
         known = [each for each in rows if each is not None]
         self._trained = TrainedRows(known[0], known[1], config.hidden_size) if len(known) == len(rows) else None
@@ -113,7 +115,12 @@ class LoraState:
                     part.add(begin, end, lora_index, own, factor, address)
 
     def _may_change_latents(self) -> bool:
-        of_latents = (each.a_offset[module] >= 0 for each in self.in_layers.segments.rows for module in self._latents)
+        of_latents = (
+            each.a_offset[module] >= 0
+            for each in self.in_layers.segments.rows
+            for own in self._latents
+            for module, _, _ in own
+        )
         return bool(self.in_layers.segments.vectors) or any(of_latents)
 
     def _is_last_step(
@@ -183,15 +190,15 @@ class LoraState:
         late = self.late_indices()
         return [row.request_id for row in rows if row.lora_index in late] if late else []
 
-    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
+    def offload(self, gemm: int, x: torch.Tensor, layer: int) -> None:
         """Torch's operators lend nothing."""
 
-    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+    def add(self, gemm: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.add`."""
-        if group == Group.INPUTS:
+        if gemm == INPUTS_GEMM:
             self._add_inputs(y, x)
             return
-        modules = self._groups[layer][group]
+        modules = self._gemms[gemm]
         has_vectors = bool(self.in_layers.segments.vectors)
         if has_vectors:
             scale_outputs(y, self.arena, self.in_layers.segments, layer, modules, undo=True)
@@ -207,14 +214,14 @@ class LoraState:
 
     def absorbed(self, layer: int) -> AbsorbedLora | None:
         """See `StepLora.absorbed`."""
-        ((module, _, width),) = self._groups[layer][Group.KV_UP]
+        ((module, _, width),) = self._latents[layer]
         return AbsorbedLora(self.arena, self.in_layers.segments, layer, module, width) if self.changes_latents else None
 
     def mixture(self, layer: int) -> MixtureLora | None:
         """See `StepLora.mixture`."""
-        return MixtureLora.of(self.arena, self.of_mixtures.segments, layer, self._groups[layer])
+        return MixtureLora.of(self.arena, self.of_mixtures.segments, layer, self._mixture_columns[layer])
 
-    def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
+    def shrink(self, gemm: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
@@ -261,13 +268,17 @@ class LoraState:
             segments = segments.of_rows(tokens)
         return HeadLora(self.arena, segments, self._num_layers - 1, head, trained)
 
-    def modules(self, layer: int, group: int) -> list[int]:
-        """The modules of a layer's group of projections."""
-        return [module for module, _, _ in self._groups[layer][group]]
+    def modules(self, layer: int, product: str) -> list[int]:
+        """The modules of one of a layer's products."""
+        return [module for module, _, _ in self.columns(layer, product)]
 
-    def columns(self, layer: int, group: int) -> tuple[tuple[int, int, int], ...]:
-        """(module id, first column, width) of a layer's group of projections."""
-        return self._groups[layer][group]
+    def columns(self, layer: int, product: str) -> tuple[tuple[int, int, int], ...]:
+        """See `Projections.columns`."""
+        return self._projections.columns(layer, product)
+
+    def merged(self, layer: int) -> tuple[str, ...]:
+        """See `Projections.merged`."""
+        return self._projections.merged(layer)
 
 
 class AdaptedPart:
@@ -368,11 +379,3 @@ def vectors_in(layout: VectorLayout, pages: list[int]) -> AdapterRows:
         first_elem=[begin if begin < end else -1 for begin, end in layout.layer_elems],
         vectors=layout.first_elem,
     )
-
-
-def lora_groups(projections: Projections) -> list[dict[int, tuple[tuple[int, int, int], ...]]]:
-    """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
-    groups = (*LAYER_GROUPS, *FURTHER_GROUPS, *MIXTURE_GROUPS)
-    return [
-        {int(group): projections.columns(layer, group) for group in groups} for layer in range(projections.num_layers)
-    ]

@@ -14,7 +14,7 @@ from ....memory.adapters.adapter import Adapter
 from ....memory.files.whole_copies import MAX_TRAINED_ROWS
 from ....memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ....memory.pages.layout import PageLayout, SlabLayout
-from ....memory.pages.projections import MIXTURE_GROUPS, GemmShape, Group
+from ....memory.pages.projections import MIXTURE_ROLES, GemmShape
 from ....memory.transfers.transfer import Transfer
 from ....ops.lora.in_parts import Modules, launch_for
 from ....ops.lora.sgmv import AdapterRows, Segments
@@ -98,10 +98,6 @@ class CudaLoraState(LoraState):
         self._projections = config.projections
         self.gemm_shapes = config.projections.gemm_shapes
         """The different sizes of the layers' GEMMs."""
-        self._launched = {index: each for index, each in enumerate(self.gemm_shapes) if each.modules}
-        """Those with modules: a layer with experts has none for its gate, up and down."""
-        self.gemm_shape_in = config.projections.gemm_shape_in
-        """Indices in `gemm_shapes`, by layer and group."""
         self._usual_parts = len(uniform_parts(self._projections, self.max_rank))
         widest = self._widest()
         self._sgmvs: dict[tuple[Schedule, int], dict[int, Sgmv]] = {}
@@ -142,7 +138,8 @@ class CudaLoraState(LoraState):
             self.mixtures.use_scratch(self.tables.h)
         self._latent_launches = self._new_latent_launches(config.one_latent)
         self._mixture_modules = {
-            group: {module for columns in self._groups for module, _, _ in columns[group]} for group in MIXTURE_GROUPS
+            role: {module for columns in self._mixture_columns for module, _, _ in columns[role]}
+            for role in MIXTURE_ROLES
         }
         self._planned = Segments(), MixtureForm()  # of the last step with tables for mixtures
         self._vectors = VectorTables(
@@ -327,8 +324,8 @@ class CudaLoraState(LoraState):
         modules = {
             module for rows in self.of_mixtures.segments.rows for module, at in enumerate(rows.a_offset) if at >= 0
         }
-        groups = tuple(int(group) for group in MIXTURE_GROUPS if not modules.isdisjoint(self._mixture_modules[group]))
-        found = MixtureForm(groups, border, len({own for begin, _, own in runs if begin < border}), end)
+        roles = tuple(role for role, own in self._mixture_modules.items() if not modules.isdisjoint(own))
+        found = MixtureForm(roles, border, len({own for begin, _, own in runs if begin < border}), end)
         self._planned = self.of_mixtures.segments, found
         return found
 
@@ -384,7 +381,7 @@ class CudaLoraState(LoraState):
 
             found = {
                 index: launch_for(each.modules, partial(launch, inputs=each.inputs))
-                for index, each in self._launched.items()
+                for index, each in enumerate(self.gemm_shapes)
             }
             self._sgmvs[schedule, terms] = found
         return found
@@ -394,17 +391,17 @@ class CudaLoraState(LoraState):
         launches = self._latent_launches
         return None if launches is None else launches.of(layer, tiles, num_tiles, terms, self.in_layers.segments)
 
-    def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
-        """Apply a step's vectors to a group's outputs, or undo those of a merged adapter."""
+    def scale(self, gemm: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
+        """Apply a step's vectors to a GEMM's outputs, or undo those of a merged adapter."""
         if (found := self._scales.get(undo)) is None:
             from ....ops.lora.vectors_triton import ScaleRows  # needs triton
 
             found = {
                 index: launch_for(each.modules, partial(ScaleRows, self.arena, self._vectors, undo=undo))
-                for index, each in self._launched.items()
+                for index, each in enumerate(self.gemm_shapes)
             }
             self._scales[undo] = found
-        found[self.gemm_shape_in[layer][group]](y, layer, compile_only=compile_only)
+        found[gemm](y, layer, compile_only=compile_only)
 
     def rest(self) -> None:
         """Make the tables say that there is nothing to do, for any launch."""
@@ -423,11 +420,11 @@ class CudaLoraState(LoraState):
         cases, places = [], self._first_uses()
         for schedule, terms in itertools.product(self._possible(), (1, MERGED_TERMS)):
             launches = LoraLaunches(self, schedule, 1, terms=terms)
-            for (layer, group), each in places:
+            for gemm, layer, each in places:
                 y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (each.outputs, each.inputs))
-                cases.append((launches, group, y, x, layer))
+                cases.append((launches, gemm, y, x, layer))
         outputs = [
-            (group, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer) for (layer, group), each in places
+            (gemm, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer) for gemm, layer, each in places
         ]
         with compiling(available_cpus()):
             self._warm_up_latents(compile_only=True)
@@ -447,23 +444,22 @@ class CudaLoraState(LoraState):
 
     def _warm_up_latents(self, *, compile_only: bool) -> None:
         if self._latent_launches is not None:
-            layer = next(layer for layer, groups in enumerate(self._groups) if groups[Group.KV_UP])
+            layer = next(layer for layer, own in enumerate(self._latents) if own)
             self._latent_launches.warm_up(layer, compile_only=compile_only)
 
     def _new_latent_launches(self, latent: LatentSpec | None) -> LatentLaunches | None:
         """None for a model without latents, with several kinds of them, or with heads that kernels don't take."""
         if latent is None or not LatentLaunches.can_launch(latent, self._itemsize):
             return None
-        ((module, _, width),) = next(groups[Group.KV_UP] for groups in self._groups if groups[Group.KV_UP])
+        ((module, _, width),) = next(filter(None, self._latents))
         return LatentLaunches(latent, module, width, self.arena, self.tables)
 
-    def _first_uses(self) -> list[tuple[tuple[int, int], GemmShape]]:
-        """The layer and group that first have each."""
-        found: dict[int, tuple[int, int]] = {}
-        for layer, shapes in enumerate(self.gemm_shape_in):
-            for group, index in shapes.items():
-                found.setdefault(index, (layer, group))
-        return [(place, self._launched[index]) for index, place in found.items() if index in self._launched]
+    def _first_uses(self) -> list[tuple[int, int, GemmShape]]:
+        """Each size's index, the layer that first has it, and the size."""
+        found: dict[int, int] = {}
+        for layer, own in enumerate(self._projections.gemm_shape_of):
+            found |= {index: layer for index in own.values() if index not in found}
+        return [(index, layer, self.gemm_shapes[index]) for index, layer in found.items()]
 
     def whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:
         """Make an adapter of one rank that changes everything, and its layout."""
@@ -510,7 +506,7 @@ class CudaLoraState(LoraState):
             SgmvTables.scratch_elems(
                 schedule.splits(each.inputs), tokens, len(each.modules), self.max_rank, MERGED_TERMS
             )
-            for each in self._launched.values()
+            for each in self.gemm_shapes
         )
 
 

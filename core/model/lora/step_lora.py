@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ....memory.pages.projections import BESIDE_GROUPS, INPUT_GROUPS, LAYER_GROUPS, LOW_RANK_GROUPS
 from ....ops.attention.latents import AbsorbedLora
 from ....ops.lora.sgmv import Segments, sgmv
 from ....ops.lora.trained_rows import TrainedRows
@@ -20,17 +19,11 @@ from ..moe.mixture_lora import MixtureLora
 if TYPE_CHECKING:
     from ....ops.lora.sgmv_triton import Shrunk
 
-#: Groups of projections that share an input.
-QKV, ATTN_O, GATE_UP, DOWN = map(int, LAYER_GROUPS)
+#: The number of the model's GEMM that makes further inputs of all layers; see `StepLora.add`.
+INPUTS_GEMM = -1
 
-#: Likewise, of a layer's further input.
-INPUT_GATE, INPUT_PROJECTION = map(int, INPUT_GROUPS)
-
-#: Likewise, of a recurrent mixer beside attention.
-BESIDE_IN, BESIDE_OUT = map(int, BESIDE_GROUPS)
-
-#: Likewise, of two small matrices beside a mixer.
-LOW_RANK_DOWN, LOW_RANK_UP = map(int, LOW_RANK_GROUPS)
+#: The products that offload workers compute a part of on a GPU.
+OFFLOADED = frozenset({"qkv", "o", "gate_up", "down"})
 
 
 class StepLora(Protocol):
@@ -39,16 +32,15 @@ class StepLora(Protocol):
     def wait(self, layer: int, /) -> None:
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
-    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
-        """Send offload workers their part of a group's products; called before the base product."""
+    def offload(self, gemm: int, x: torch.Tensor, layer: int, /) -> None:
+        """Send offload workers their part of a GEMM; called before the base product. gemm: see `add`."""
 
-    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
-        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN,
-        latent attention's queries, one of a layer's further input, of two small matrices, or of a mixture of experts;
-        INPUTS of all layers' further inputs, where `layer` does not count.
+    def add(self, gemm: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
+        """Add the adapters' products of projections with a common input. gemm: an index in `Projections.gemm_shapes`,
+        or INPUTS_GEMM, where `layer` does not count.
         """
 
-    def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
+    def shrink(self, gemm: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
         """Multiply x with the adapters' A, as the first half of `add`, where a product can take the other half in its
         launch; None where `add` must do both.
         """

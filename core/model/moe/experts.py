@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ....memory.pages.projections import Group
+from ....memory.pages.projections import Role
 from ....ops.elementwise.activations import gelu, gelu_tanh, sigmoid
 from ....ops.elementwise.elementwise import (
     bounded_silu_and_mul,
@@ -307,7 +307,7 @@ def mix_experts(
     routed = x if routed is None else routed
     logits = weights.logits(routed)
     if lora is not None:
-        lora.add(Group.ROUTER, logits, routed)
+        lora.add(Role.ROUTER, logits, routed)
     if spec.routing.logits_factor != 1:
         logits = logits * spec.routing.logits_factor
     experts, factors = weights.choose(logits, spec.routing)
@@ -377,13 +377,13 @@ def _of_shared(
 ) -> SharedOutputs | None:
     if weights.shared_gate_up is None or weights.shared_down is None:
         return None
-    added = None if lora is None else AddedToExperts(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
+    added = None if lora is None else AddedToExperts(lora, Role.SHARED_GATE_UP, Role.SHARED_DOWN)
     parts = ExpertParts([len(x)], [weights.shared_gate_up], [weights.shared_down])
     outputs, gates = through(x, parts, spec.shared_activation or spec.activation, added), None
     if weights.shared_gate is not None:
         gates = weights.shared_gates(x)
         if lora is not None:
-            lora.add(Group.SHARED_GATE, gates, x)
+            lora.add(Role.SHARED_GATE, gates, x)
     return SharedOutputs(outputs, gates)
 
 
@@ -415,16 +415,16 @@ class AddedToExperts(NamedTuple):
     """Adds adapters to the two products of experts."""
 
     lora: MixtureLora | MixtureLaunches
-    gate_up: Group
-    down: Group
+    gate_up: Role
+    down: Role
     experts: Going | None = None
     """None: the shared one, which all of the step's tokens go to."""
 
-    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, role: Role, y: torch.Tensor, x: torch.Tensor) -> None:
         if self.experts is None or isinstance(self.lora, MixtureLaunches):
-            self.lora.add(group, y, x)
+            self.lora.add(role, y, x)
         else:
-            self.lora.add_of_experts(group, y, x, self.experts)
+            self.lora.add_of_experts(role, y, x, self.experts)
 
 
 def through(

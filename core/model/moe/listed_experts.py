@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....memory.pages.projections import Group
+from ....memory.pages.projections import Role
 from ....ops.elementwise.activations import sigmoid
 from ....ops.gemm import packed_gemm
 from ....ops.library.native_integers import IntegerPanels
@@ -161,7 +161,7 @@ class ListedExperts(ExpertWeights, ListedWeights):
         added = None
         if (lora := lora_of(lora, MixtureLora)) is not None:
             going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
-            added = AddedToExperts(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
+            added = AddedToExperts(lora, Role.EXPERT_GATE_UP, Role.EXPERT_DOWN, list(zip(used, going, strict=True)))
         own = None if factors is None else factors.flatten()[by_expert]
         outputs = through(x.index_select(0, tokens), parts, spec.activation, added, own)
         return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)

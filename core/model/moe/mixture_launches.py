@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ....memory.pages.layout import SlabLayout
-from ....memory.pages.projections import MIXTURE_GROUPS, Group, Projections
+from ....memory.pages.projections import MIXTURE_ROLES, Projections, Role
 from ....ops import dependent_launch
 from ....ops.lora.sgmv_schedule import Schedule, decode, prefill
 from ....ops.lora.sgmv_tables import MAX_GRID, SgmvTables
@@ -29,14 +29,14 @@ _MANY = 1 << 30
 
 _ALL = slice(None)
 
-_EXPERT_GROUPS = (Group.EXPERT_GATE_UP, Group.EXPERT_DOWN)
+_EXPERT_ROLES = (Role.EXPERT_GATE_UP, Role.EXPERT_DOWN)
 
 
 class MixtureForm(NamedTuple):
     """How a step's adapters change mixtures of experts."""
 
-    groups: tuple[int, ...] = ()
-    """The groups of projections that any of them changes; empty: there are none."""
+    groups: tuple[str, ...] = ()
+    """The products that any of them changes; empty: there are none."""
     border: int = 0
     """Tokens from here on are those of decoding sequences, with the kernels of decode steps."""
     adapters: int = 0
@@ -76,10 +76,10 @@ class MixtureState:
         self._single, self._runs = decode(_MANY, max_rank), prefill(_MANY, max_rank, arena.itemsize)
         self._adapters, self._experts = adapters, spec.count
         groups = mixture_groups(projections)
-        self._most_singles = {group: rows * self.per_token if its.experts else tokens for group, its in groups.items()}
+        self._most_singles = {role: rows * self.per_token if its.experts else tokens for role, its in groups.items()}
         most_tiles = max(
-            len(its.modules) * max(self._most_singles[group], self._most_runs(tokens) if its.experts else 0)
-            for group, its in groups.items()
+            len(its.modules) * max(self._most_singles[role], self._most_runs(tokens) if its.experts else 0)
+            for role, its in groups.items()
         )
         self.tables = MixtureTables(
             MixtureSizes(
@@ -97,16 +97,16 @@ class MixtureState:
             make_copy,
         )
         self._tokens = tokens
-        self._sgmvs: dict[tuple[Schedule, int], Sgmv] = {}
+        self._sgmvs: dict[tuple[Schedule, str], Sgmv] = {}
 
     @property
     def scratch(self) -> int:
         """Elements of partial sums that the largest launch needs."""
         return max(
             SgmvTables.scratch_elems(schedule.splits(its.inputs), pairs, len(its.modules), self.max_rank)
-            for group, its in self.tables.groups.items()
+            for role, its in self.tables.groups.items()
             for schedule, pairs in (
-                (self._single, self._most_singles[group]),
+                (self._single, self._most_singles[role]),
                 (self._runs, self._tokens * self.per_token if its.experts else 0),
             )
         )
@@ -131,20 +131,20 @@ class MixtureState:
         """Those of a layer; None if it has none of the groups that a step changes."""
         return MixtureLaunches(self, layer, form) if form.groups else None
 
-    def sgmv(self, schedule: Schedule, group: int) -> Sgmv:
-        """A schedule's launches for a group, made once."""
-        if (found := self._sgmvs.get((schedule, group))) is None:
+    def sgmv(self, schedule: Schedule, role: str) -> Sgmv:
+        """A schedule's launches for a product, made once."""
+        if (found := self._sgmvs.get((schedule, role))) is None:
             from ....ops.lora.sgmv_triton import Sgmv  # needs triton
 
-            its = self.tables.groups[group]
+            its = self.tables.groups[role]
             with dependent_launch.only(False):  # the launch before writes the tiles
                 found = Sgmv(self.arena, self.tables.tiles, its.modules, its.inputs, schedule)
-            self._sgmvs[schedule, group] = found
+            self._sgmvs[schedule, role] = found
         return found
 
     def add_singles(
         self,
-        group: int,
+        role: str,
         y: torch.Tensor,
         x: torch.Tensor,
         layer: int,
@@ -161,13 +161,13 @@ class MixtureState:
             return
         first = rows.start or 0
         written = write(
-            self.tables, group, layer, pairs=pairs, first_pair=first, chosen=chosen, compile_only=compile_only
+            self.tables, role, layer, pairs=pairs, first_pair=first, chosen=chosen, compile_only=compile_only
         )
-        self._multiply(self.sgmv(self._single, group), y, x, written, compile_only=compile_only)
+        self._multiply(self.sgmv(self._single, role), y, x, written, compile_only=compile_only)
 
     def add_runs(
         self,
-        group: int,
+        role: str,
         y: torch.Tensor,
         x: torch.Tensor,
         layer: int,
@@ -179,9 +179,9 @@ class MixtureState:
         """Add to the first rows, which are in the order of `runs`."""
         from ....ops.moe.mixture_tables_triton import write  # needs triton
 
-        written = write(self.tables, group, layer, chosen=chosen, runs=runs, compile_only=compile_only)
+        written = write(self.tables, role, layer, chosen=chosen, runs=runs, compile_only=compile_only)
         rows = len(runs.pairs)
-        self._multiply(self.sgmv(self._runs, group), y[:rows], x[:rows], written, compile_only=compile_only)
+        self._multiply(self.sgmv(self._runs, role), y[:rows], x[:rows], written, compile_only=compile_only)
 
     def _multiply(self, sgmv: Sgmv, y: torch.Tensor, x: torch.Tensor, written: int, *, compile_only: bool) -> None:
         """Add the products of the tiles that were written; more than a launch can have are in several."""
@@ -202,15 +202,15 @@ class MixtureState:
         device, dtype = self.arena.device, self.arena.dtype
         chosen = torch.zeros(1, self.per_token, dtype=torch.int64, device=device)
         runs = self.runs_of(chosen, 0)
-        for group, its in self.tables.groups.items():
-            kind = torch.float32 if group in (Group.ROUTER, Group.SHARED_GATE) else dtype
+        for role, its in self.tables.groups.items():
+            kind = torch.float32 if role in (Role.ROUTER, Role.SHARED_GATE) else dtype
             outputs = sum(width for _, _, width in its.modules)
             rows = self.per_token if its.experts else 1
             y, x = (torch.zeros(rows, width, dtype=kind, device=device) for width in (outputs, its.inputs))
             own = chosen if its.experts else None
-            self.add_singles(group, y, x, 0, chosen=own, compile_only=compile_only)
+            self.add_singles(role, y, x, 0, chosen=own, compile_only=compile_only)
             if its.experts:
-                self.add_runs(group, y, x, 0, runs=runs, chosen=chosen, compile_only=compile_only)
+                self.add_runs(role, y, x, 0, runs=runs, chosen=chosen, compile_only=compile_only)
 
 
 class MixtureLaunches:
@@ -219,16 +219,16 @@ class MixtureLaunches:
     def __init__(self, state: MixtureState, layer: int, form: MixtureForm) -> None:
         self._state, self._layer, self._form = state, layer, form
 
-    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, role: str, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`, by rows of y's dtype."""
-        if group in self._form.groups:
-            self._state.add_singles(group, y, x.to(y.dtype), self._layer)
+        if role in self._form.groups:
+            self._state.add_singles(role, y, x.to(y.dtype), self._layer)
 
     def routed(self, chosen: torch.Tensor) -> RoutedLora | None:
         """What adapters add to experts, of tokens that go to `chosen` `[tokens, per_token]`; None if they add
         nothing.
         """
-        if not any(group in self._form.groups for group in _EXPERT_GROUPS):
+        if not any(role in self._form.groups for role in _EXPERT_ROLES):
             return None
         return RoutedLora(self._state, self._layer, self._form, chosen)
 
@@ -279,13 +279,13 @@ class RoutedLora:
         own = rows[tiles.pairs].to(torch.int32)
         return ExpertTiles(tiles.block_t, own, tiles.expert, tiles.first, tiles.end)
 
-    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, role: str, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add to products y `[pairs, out]` of x `[pairs, in]`."""
-        if group not in self._form.groups:
+        if role not in self._form.groups:
             return
         if self._runs is not None:
-            self._state.add_runs(group, y, x, self._layer, runs=self._runs, chosen=self._chosen)
-        self._state.add_singles(group, y, x, self._layer, chosen=self._chosen, rows=self._singles)
+            self._state.add_runs(role, y, x, self._layer, runs=self._runs, chosen=self._chosen)
+        self._state.add_singles(role, y, x, self._layer, chosen=self._chosen, rows=self._singles)
 
     def by_pair(self, y: torch.Tensor) -> torch.Tensor:
         """Rows in the order of pairs."""
@@ -296,13 +296,13 @@ class RoutedLora:
         return found
 
 
-def mixture_groups(projections: Projections) -> dict[int, ModuleGroup]:
+def mixture_groups(projections: Projections) -> dict[str, ModuleGroup]:
     """The groups of a model's mixtures; all of its layers with experts have the same."""
-    found: dict[int, ModuleGroup] = {}
-    for layer, group in ((layer, group) for layer in range(projections.num_layers) for group in MIXTURE_GROUPS):
-        if int(group) not in found and (modules := projections.columns(layer, group)):
+    found: dict[str, ModuleGroup] = {}
+    for layer, role in ((layer, role) for layer in range(projections.num_layers) for role in MIXTURE_ROLES):
+        if role not in found and (modules := projections.columns(layer, role)):
             its = projections[projections.name_of(modules[0][0])]
-            found[int(group)] = ModuleGroup(modules, its.inputs, its.experts)
+            found[role] = ModuleGroup(modules, its.inputs, its.experts)
     return found
 
 

@@ -9,33 +9,39 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ....memory.pages.projections import MIXTURE_GROUPS, Group
+from ....memory.pages.projections import MIXTURE_ROLES, Projections, Role
 from ....ops.lora.sgmv import Segments, sgmv
 from ....ops.moe.native_mixture import MixtureModules, NativeMixtureLora
 
-Columns = Mapping[int, Sequence[tuple[int, int, int]]]
-"""By group: (module id, first column, width) of its projections."""
+Columns = Mapping[Role, Sequence[tuple[int, int, int]]]
+"""By product: (module id, first column, width) of its projections."""
 
 Going = Sequence[tuple[int, Sequence[int]]]
 """Experts, each with the step's tokens that go to it, in rising order."""
 
 
-_NATIVE_GROUPS = (
-    Group.ROUTER,
-    Group.SHARED_GATE,
-    Group.SHARED_GATE_UP,
-    Group.SHARED_DOWN,
-    Group.EXPERT_GATE_UP,
-    Group.EXPERT_DOWN,
+_NATIVE_ROLES = (
+    Role.ROUTER,
+    Role.SHARED_GATE,
+    Role.SHARED_GATE_UP,
+    Role.SHARED_DOWN,
+    Role.EXPERT_GATE_UP,
+    Role.EXPERT_DOWN,
 )
-"""The groups of `MixtureModules`."""
+"""The products of `MixtureModules`."""
 
-_SHARED = (Group.SHARED_GATE, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
+_SHARED = (Role.SHARED_GATE, Role.SHARED_GATE_UP, Role.SHARED_DOWN)
+
+
+def mixture_columns(projections: Projections) -> list[Columns]:
+    """What adapters change of each layer's mixture; nothing where it has none."""
+    layers = range(projections.num_layers)
+    return [{role: projections.columns(layer, role) for role in MIXTURE_ROLES} for layer in layers]
 
 
 def mixture_modules(columns: Columns) -> MixtureModules:
     """What adapters change of a layer's mixture, for the native library."""
-    return MixtureModules(*(columns[group] for group in _NATIVE_GROUPS))
+    return MixtureModules(*(columns[role] for role in _NATIVE_ROLES))
 
 
 class MixtureLora:
@@ -48,7 +54,7 @@ class MixtureLora:
     @classmethod
     def of(cls, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> MixtureLora | None:
         """None if no segment changes the layer's mixture."""
-        modules = [module for group in MIXTURE_GROUPS for module, _, _ in columns[group]]
+        modules = [module for role in MIXTURE_ROLES for module, _, _ in columns[role]]
         own = (rows.a_offset for rows in segments.rows if rows.first_elem[layer] >= 0)
         if any(offsets[module] >= 0 for offsets in own for module in modules):
             return cls(arena, segments, layer, columns)
@@ -68,12 +74,12 @@ class MixtureLora:
         targets = mixture_modules(self._columns).described()
         return NativeMixtureLora(self._arena, self._segments, self._layer, targets)
 
-    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+    def add(self, role: Role, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`, by rows of y's dtype."""
-        sgmv(y, x.to(y.dtype), self._arena, self._segments, self._layer, modules=self._columns[group])
+        sgmv(y, x.to(y.dtype), self._arena, self._segments, self._layer, modules=self._columns[role])
 
-    def add_of_experts(self, group: Group, y: torch.Tensor, x: torch.Tensor, going: Going) -> None:
+    def add_of_experts(self, role: Role, y: torch.Tensor, x: torch.Tensor, going: Going) -> None:
         """Likewise, of experts. Rows are the tokens that go to each of them, expert after expert."""
         if self._routed[0] is not going:
             self._routed = going, self._segments.of_experts(going, self._layer)
-        sgmv(y, x, self._arena, self._routed[1], self._layer, modules=self._columns[group])
+        sgmv(y, x, self._arena, self._routed[1], self._layer, modules=self._columns[role])

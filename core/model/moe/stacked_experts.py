@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ....memory.pages.projections import Group
+from ....memory.pages.projections import Role
 from ....ops.elementwise.elementwise_schedule import Gating
 from ....ops.gemm import narrow_weights
 from ....ops.gemm.narrow_weights import NarrowWeight
@@ -102,12 +102,12 @@ class StackedExperts(ExpertWeights):
             return multiply(hidden if gate else activated(hidden, spec.activation), self.down, tiles, 1)
         x, tiles = added.gathered(x), added.in_rows(tiles)
         y = multiply(x, self.gate_up, tiles, 1)
-        added.add(Group.EXPERT_GATE_UP, y, x)
+        added.add(Role.EXPERT_GATE_UP, y, x)
         if factors is not None:
             y.mul_(added.in_order(factors.view(-1, 1)))
         hidden = activated(y, spec.activation)
         y = multiply(hidden, self.down, tiles, 1)
-        added.add(Group.EXPERT_DOWN, y, hidden)
+        added.add(Role.EXPERT_DOWN, y, hidden)
         return added.by_pair(y)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....memory.pages.projections import Group
+from ....memory.pages.projections import Role
 from ..specs.config import ModelConfig
 from ..weights.slot import Keep
 from .layer_program import Kept
@@ -90,9 +90,9 @@ def _lasting(config: ModelConfig) -> dict[Kept, None]:
 
 def end_gemms(config: ModelConfig) -> list[tuple[str, str]]:
     """The slots of matrices of the ends but the head's, and the name of each one's kind."""
-    inputs = [] if config.layer_inputs is None else [("inputs", Group.INPUTS.name)]
+    inputs = [] if config.layer_inputs is None else [("inputs", "inputs")]
     own = (slot for end in (config.split, config.join) for slot in end.slots)
-    return inputs + [(slot.name, "STREAMS") for slot in own if slot.keep is Keep.WHOLE]
+    return inputs + [(slot.name, "streams") for slot in own if slot.keep is Keep.WHOLE]
 
 
 def _embed(config: ModelConfig) -> list[Op]:
@@ -115,7 +115,7 @@ def _inputs(config: ModelConfig) -> list[Op]:
     beyond = spec.vocab if spec.first_for_others else None
     return [
         Embed("rows", "input_table", spec.size**0.5, first_from=beyond),
-        Gemm(Group.INPUTS, STREAM, INPUTS, "inputs"),
+        Gemm(STREAM, INPUTS, Role.INPUTS),
         Scale(INPUTS, INPUTS, config.hidden_size**-0.5),
         NormParts(INPUTS, INPUTS, "inputs_norm", config.norm.eps),
         Sum(INPUTS, "rows", INPUTS),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ....memory.pages.projections import GemmShape, Group, Projections
+from ....memory.pages.projections import GemmShape, Projections, Role
 from ....ops.library import native_library
 from ....ops.library.native_program import NativeOp
 from .native_buffers import Buffers, columns_of
@@ -191,15 +191,15 @@ class Lowering:
         """Layers of the model."""
         return len(self._table.layers)
 
-    def model_product(self, group: Group) -> tuple[int, int, int]:
+    def model_product(self, role: Role) -> tuple[int, int, int]:
         """The module of a product of the model's own, its inputs and outputs."""
-        module = self._table.of_group(group)
+        module = self._table.of_role(role)
         assert module is not None, "the table has the model's own products"
         return module, *self._table.dims_of(module)
 
-    def gemm_shape(self, group: Group) -> tuple[int, GemmShape]:
-        """The shape of the layer's product of a group, and its number among a model's."""
-        number = self._table.gemm_shape_in[self.index][group]
+    def gemm_shape(self, product: str) -> tuple[int, GemmShape]:
+        """The shape of one of the layer's products, and its number among a model's."""
+        number = self._table.gemm_shape_of[self.index][product]
         return number, self._table.gemm_shapes[number]
 
     def next_product(self) -> int:
@@ -209,7 +209,7 @@ class Lowering:
 
     def kv_up(self) -> int:
         """The module of the product that makes keys and values of latents."""
-        ((module, _, _),) = self._table.columns(self.index, Group.KV_UP)
+        ((module, _, _),) = self._table.columns(self.index, Role.KV_UP)
         return module
 
     def _width(self, op: Op, write: str, own: Mapping[str, Value]) -> int:

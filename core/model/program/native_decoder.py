@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from ....memory.pages import hugepages
 from ....memory.pages.arena import Arena
 from ....memory.pages.layout import PageLayout
-from ....memory.pages.projections import Group
+from ....memory.pages.projections import Role
 from ....ops.cpu import native
 from ....ops.cpu.lora_offload import Offloading
 from ....ops.library import native_integers, native_library, native_model
@@ -25,10 +25,10 @@ from ...requests.types import CannotMerge
 from ..batch import StepBatch
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import is_packable, pack_scaled, plain
-from ..lora.lora_state import LoraState, lora_groups
+from ..lora.lora_state import LoraState
 from ..moe.experts import ExpertKernels
 from ..moe.listed_experts import ListedExperts
-from ..moe.mixture_lora import mixture_modules
+from ..moe.mixture_lora import mixture_columns, mixture_modules
 from ..native_names import native_norm
 from ..paged_states import PagedStates
 from ..specs.attention import AttentionSpec
@@ -40,7 +40,8 @@ from ..weights.end_weights import around_weights
 from ..weights.kept_weights import expert_packs
 from ..weights.layer_weights import LayerWeights
 from ..weights.shadow import INPUTS_ARE_ROUNDED
-from ..weights.slots import EXPERTS, MATRICES, MERGED_MATRICES
+from ..weights.slot import Keep, Slot
+from ..weights.slots import EXPERTS
 from ..weights.weight_plan import PACKED
 from ..weights.weights import Weights
 from .ends import cap_of, end_gemms, end_programs
@@ -144,7 +145,7 @@ class NativeDecoderModel:
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
         pack_expert, keep = expert_packs(ExpertKernels.NATIVE, PACKED, embed.dtype, embed.device)
         read = zip(weights.layers(packed.add, pack_expert), config.layers, strict=True)
-        self.layers = [native_layer(*each) for each in read]
+        self.layers = [native_layer(layer, spec, config.composed(spec).slots) for layer, spec in read]
         for layer in self.layers:
             if isinstance(experts := layer.get(EXPERTS), ListedExperts):
                 layer[EXPERTS] = keep(experts)
@@ -163,7 +164,7 @@ class NativeDecoderModel:
             block_tokens=arena.layout.block_tokens, eps=config.final_norm.eps,
             norm_kind=native_norm(config.final_norm.kind),
             float8_kv=arena.layout.float8_kv,
-            gemm_shapes=config.projections.gemm_shapes, gemm_shape_of=config.projections.gemm_shape_in,
+            gemm_shapes=config.projections.gemm_shapes, gemm_shape_of=config.projections.gemm_shape_of,
             positions=max_model_len + spare, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             position_table=None if (table := weights.position_table()) is None else table.float(),
@@ -172,9 +173,9 @@ class NativeDecoderModel:
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=cap_of(config).scale,
             logits_softcap=cap_of(config).cap or 0.0,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
-            embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
-            embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
-            head_rows_module=_module(config, Group.HEAD_ROWS),
+            embed_module=_module(config, Role.EMBEDDING), head_module=_module(config, Role.HEAD),
+            embed_rows_module=_module(config, Role.EMBEDDING_ROWS),
+            head_rows_module=_module(config, Role.HEAD_ROWS),
             first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
         )  # fmt: skip
         self._arena = arena
@@ -260,28 +261,28 @@ class NativeDecoderModel:
 
     bias_dtype = torch.float32
 
-    def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
+    def merged_form(self, layer: int, product: str) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = self.layers[layer][MERGED_MATRICES[group]]
-        if group == Group.KV_UP:
+        origin = self.layers[layer][product]
+        if product == Role.KV_UP:
             return origin.shape, origin.dtype
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
             raise CannotMerge(INPUTS_ARE_ROUNDED)
-        projection = self.config.projections.gemm_shapes[self.config.projections.gemm_shape_in[layer][group]]
+        projection = self.config.projections.gemm_shapes[self.config.projections.gemm_shape_of[layer][product]]
         dtype = self._arena.pages.dtype
         return torch.Size(native_model.packed_shape(projection.outputs, projection.inputs, dtype)), dtype
 
-    def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor) -> float:
+    def merge(self, layer: int, product: str, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor) -> float:
         """See `MergeableModel.merge`."""
         mixer = self.config.layers[layer].attention
-        if group == Group.KV_UP and mixer is not None and mixer.latent is not None:
-            shape, columns = latent_shape(mixer, mixer.latent), self.config.projections.columns(layer, Group.KV_UP)
+        if product == Role.KV_UP and mixer is not None and mixer.latent is not None:
+            shape, columns = latent_shape(mixer, mixer.latent), self.config.projections.columns(layer, Role.KV_UP)
             dense = shape.unpack(origin)
             found = torch.empty_like(dense)
             growth = merge(dense, found, self._arena.pages, layer, parts=rows, modules=columns)
             shape.pack(found, out)
             return growth
-        return self._decoder.merge(layer, group, rows, origin, out)
+        return self._decoder.merge(layer, product, rows, origin, out)
 
     def offload(self, offloading: Offloading) -> None:
         """Have other processes compute what `offloading` chooses of steps with adapters on their way."""
@@ -304,7 +305,7 @@ class NativeDecoderModel:
 
 def _native_mixtures(config: ModelConfig, layers: Sequence[LayerWeights]) -> list[native_model.LayerMixture | None]:
     """The layers' mixtures in the library's form."""
-    modules = [mixture_modules(columns) for columns in lora_groups(config.projections)]
+    modules = [mixture_modules(columns) for columns in mixture_columns(config.projections)]
     found: list[native_model.LayerMixture | None] = []
     for layer, spec, own in zip(layers, config.layers, modules, strict=True):
         if spec.experts is None:
@@ -374,21 +375,18 @@ class PackedWeights:
         return pack_scaled(weight, self._pieces.take) if is_packable(weight) else self.add(plain(weight, self._dtype))
 
 
-def _module(config: ModelConfig, group: Group) -> int:
-    found = config.projections.of_group(group)
+def _module(config: ModelConfig, role: Role) -> int:
+    found = config.projections.of_role(role)
     return -1 if found is None else found
 
 
-_PACKED = frozenset(MATRICES.values())
-"""Matrices that are packed."""
-
-
-def native_layer(layer: LayerWeights, spec: LayerSpec) -> LayerWeights:
+def native_layer(layer: LayerWeights, spec: LayerSpec, slots: Iterable[Slot]) -> LayerWeights:
     """The layer in the library's form: packed matrices as they are, keys and values of latents packed by head,
     everything else in float32.
     """
+    packed = {slot.name for slot in slots if slot.keep in (Keep.MATRIX, Keep.DENSE)}
     for name, part in layer.items():
-        if isinstance(part, torch.Tensor) and name not in _PACKED:
+        if isinstance(part, torch.Tensor) and name not in packed:
             layer[name] = part.float()
     mixer = spec.attention
     if "kv_up" in layer and mixer is not None and mixer.latent is not None:

@@ -5,12 +5,11 @@ Tests: tests/core/model/program/test_peepholes.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ....memory.pages.projections import Group
 from ..specs.feed_forward import Activation
-from .op import Op
+from .op import Op, name_of
 from .ops.linear import Gemm
 from .ops.logits import Select
 from .ops.norm import Norm
@@ -19,11 +18,11 @@ from .ops.rows import Activate
 from .ops.spans import Begin
 
 
-def fused(ops: Iterable[Op]) -> list[Op]:
-    """A list of ops with neighbours made one."""
+def fused(ops: Sequence[Op], live: Collection[str] = ()) -> list[Op]:
+    """A list of ops with neighbours made one. live: buffers that are read behind them."""
     found: list[Op] = []
-    for op in ops:
-        if found and (one := _one_of(found[-1], op)) is not None:
+    for at, op in enumerate(ops):
+        if found and (one := _one_of(found[-1], op, ops[at + 1 :], live)) is not None:
             found[-1] = one
         elif isinstance(op, Begin) and found and isinstance(found[-1], Add):
             found.insert(-1, op)  # what it adds may be added by the norm that follows
@@ -49,11 +48,22 @@ def fused_layers(layers: Sequence[Sequence[Op]]) -> tuple[list[list[Op]], Add | 
     return found, pending
 
 
-def _one_of(first: Op, second: Op) -> Op | None:
-    """Both in one; None if no kernel computes both."""
+def _is_read(name: str, ops: Sequence[Op], live: Collection[str]) -> bool:
+    """True if ops, or what is behind them, read what a buffer has before them."""
+    for op in ops:
+        if name in map(name_of, op.reads):
+            return True
+        if name in op.writes:
+            return False
+    return name in live
+
+
+def _one_of(first: Op, second: Op, later: Sequence[Op], live: Collection[str]) -> Op | None:
+    """Both in one; None if no kernel computes both, or if others read what the first has written."""
     if isinstance(first, Add) and isinstance(second, Norm) and second.x == first.x:
         return replace(second, added=first.y)
     if isinstance(first, Gemm) and isinstance(second, Activate) and second.x == first.out:
-        is_fused = first.group is Group.GATE_UP and second.activation is Activation.SILU
+        is_read = second.out != first.out and _is_read(first.out, later, live)
+        is_fused = second.activation is Activation.SILU and not is_read
         return replace(first, out=second.out, silu=True) if is_fused else None
     return None

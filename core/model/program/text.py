@@ -54,7 +54,7 @@ def _lines(program: LayerProgram, own: Sequence[Projection]) -> Iterator[str]:
 
 
 def _product(op: Gemm, projections: Sequence[Projection]) -> str:
-    own = [each for each in projections if each.group is op.group]
+    own = [each for each in projections if each.product == op.weight]
     names = ", ".join(each.path.rpartition(".")[2] for each in own)
     return f"{own[0].inputs} → {sum(each.outputs for each in own)}: {names}"
 

@@ -18,7 +18,6 @@ from ....ops.gemm import float8_rows
 from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.gemm.packed_gemm import packed_linear
 from ..batch import GemmBackend, GemmBackends, GemmKind
-from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from ..weights.rounding_weight import RoundingWeight
 
 if TYPE_CHECKING:
@@ -28,13 +27,8 @@ if TYPE_CHECKING:
 Weight = torch.Tensor | NarrowWeight | RoundingWeight
 
 
-#: Spans of the groups of projections, with the base weights and with adapters.
-SPANS = {
-    QKV: ("attn.qkv", "lora.qkv"),
-    ATTN_O: ("attn.o", "lora.o"),
-    GATE_UP: ("mlp.gate_up", "lora.gate_up"),
-    DOWN: ("mlp.down", "lora.down"),
-}
+#: Spans of products with the base weights that don't have the product's name.
+SPANS = {"qkv": "attn.qkv", "o": "attn.o", "gate_up": "mlp.gate_up", "down": "mlp.down"}
 
 
 def backend_for(

@@ -124,7 +124,7 @@ class TorchProgram:
         around = (None, *self.segments, None)
         last, following = around[index], around[index + 1]
         first: list[Op] = [] if last is None else fused(last.after)
-        second: list[Op] = [] if following is None else fused(following.before)
+        second: list[Op] = [] if following is None else fused(following.before, {it.name for it in following.reads})
         leaves = following.reads if following is not None and second else ()
         kept = {each.name for each in leaves}
         if first and second and isinstance(first[-1], Add):

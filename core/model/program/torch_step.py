@@ -51,6 +51,9 @@ class Bound:
     dtype: torch.dtype
     device: torch.device
 
+    gemms: Sequence[Mapping[str, int]] = ()
+    """The numbers by which adapters know the GEMMs of each layer, and of the ends, by product: see `StepLora.add`."""
+
     rotary: Mapping[RopeConfig, RotaryEmbedding] = field(default_factory=dict)
     """Of all positions, by rope."""
 
@@ -105,6 +108,10 @@ class OpContext:
     """The model's own, not merged."""
 
     model: Bound
+
+    def gemm(self, product: str) -> int:
+        """See `Bound.gemms`."""
+        return self.model.gemms[self.index][product]
 
     def reader(self, read: Read) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
         """Looks up a buffer, or its columns."""

@@ -5,6 +5,7 @@ Tests: tests/core/model/specs/test_model_config.py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from ....memory.files.tower_shapes import TowerShapes
 from ....memory.files.whole_copies import BaseRows
 from ....memory.pages.layer_projections import model_projections
 from ....memory.pages.layout import KvShape
-from ....memory.pages.projections import Group, Projection, Projections, UnitRows, unit_rows
+from ....memory.pages.projections import Projection, Projections, Role, UnitRows, unit_rows
 from ...requests.blocks import Blocks
 from ..checkpoints.quantization.format import WeightFormat
 from ..compose.build import Build
@@ -41,7 +42,7 @@ __all__ = ["ModelConfig", "UnsupportedModel"]
 
 
 #: Projections that transformers has as modules or as parameters, by its version.
-_BY_VERSION = (Group.ROUTER,)
+_BY_VERSION = (Role.ROUTER,)
 
 
 @dataclass(frozen=True)
@@ -385,9 +386,9 @@ class ModelConfig:
     @property
     def stored_projections(self) -> list[Projection]:
         """Those of layers, each as often as a checkpoint has it: of a block that layers share, its first layer's."""
-        pairs = enumerate(zip(self.layers, self.projections.layers, strict=True))
-        every = ((at, layer.block, each) for at, (layer, own) in pairs for each in own)
-        return [each for at, block, each in every if block is None or at == block.first or not block.has(each)]
+        pairs = enumerate(map(self.composed, self.layers))
+        every = ((at, own.shared.get(each.product, at), each) for at, own in pairs for each in own.projections)
+        return [each for at, first, each in every if at == first]
 
     @property
     def _inputs(self) -> int:
@@ -446,7 +447,7 @@ class ModelConfig:
             layers=self.tensors.layers,
             embeddings=self.tensors.embeddings,
             places=tuple(None if layer.block is None else layer.block.place for layer in self.layers),
-            blocks=tuple(None if layer.block is None else layer.block.first for layer in self.layers),
+            shared=self._shared,
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,
             norms_embeddings=self.embedding_rows_eps is not None,
@@ -456,7 +457,7 @@ class ModelConfig:
             further_logits=self.further_logits,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),
-            absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),
+            absent=frozenset(each.name for each in self.projections if each.product in _BY_VERSION),
             biased=biased,
             is_tied=self.tie_word_embeddings,
             no_parameters=self.tensors.no_parameters,
@@ -466,6 +467,15 @@ class ModelConfig:
             base_rows=self.base_rows,
             base_tokens=self.base_tokens,
         )
+
+    @property
+    def _shared(self) -> tuple[frozenset[str], ...]:
+        """By layer, names of the projections that others share, too."""
+        found = [self.composed(layer) for layer in self.layers]
+        counts = Counter(first for own in found for first in {*own.shared.values()})
+        several = [{slot for slot, first in own.shared.items() if counts[first] > 1} for own in found]
+        pairs = zip(found, several, strict=True)
+        return tuple(frozenset(each.name for each in own.projections if each.product in slots) for own, slots in pairs)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as weights of a dtype have it."""

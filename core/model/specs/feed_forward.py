@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from ....memory.pages.layer_projections import mixture_projections
-from ....memory.pages.projections import Group, Projection
+from ....memory.pages.projections import Projection, Role
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
 from ..config_json import UnsupportedModel
@@ -272,18 +271,24 @@ class Experts:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices; those of experts are of each one. hidden: width of the residual stream."""
-        shared_gate, has_gates = self.shared_gate, self.is_gated
-        latent = 0 if self.latent is None else self.latent.size
-        own = {"shared_gate": shared_gate, "has_gates": has_gates, "latent": latent}
-        found = mixture_projections(hidden, self.count, self.size, self.shared_size, **own)
-        if self.has_fixed_router:
-            found = tuple(each for each in found if each.group is not Group.ROUTER)
-        changed: dict[Group, dict[str, int]] = {}
-        if self.router_size or self.skips:
-            changed[Group.ROUTER] = {"inputs": self.router_size or hidden, "outputs": self.choices}
-        if self.idle:
-            changed[Group.EXPERT_GATE_UP] = {"experts": self.choices}
-        return tuple(replace(each, **changed.get(each.group, {})) for each in found)
+        inputs, width = ("gate_proj", "up_proj") if self.is_gated else ("up_proj",), hidden
+        if self.latent is not None:
+            width = self.latent.size
+        found: list[Projection] = []
+        if not self.has_fixed_router:
+            found.append(Projection("mlp.gate", Role.ROUTER, self.router_size or hidden, self.choices, 1))
+        if size := self.shared_size:
+            at = "mlp.shared_expert"
+            found += [Projection(f"{at}.{each}", Role.SHARED_GATE_UP, hidden, size, size) for each in inputs]
+            found.append(Projection(f"{at}.down_proj", Role.SHARED_DOWN, size, hidden, size, is_row_parallel=True))
+        if self.shared_gate:
+            found.append(Projection("mlp.shared_expert_gate", Role.SHARED_GATE, hidden, 1, 1))
+        at, size, count = "mlp.experts", self.size, self.count + self.idle
+        found += [Projection(f"{at}.{each}", Role.EXPERT_GATE_UP, width, size, size, experts=count) for each in inputs]
+        down = Projection(
+            f"{at}.down_proj", Role.EXPERT_DOWN, size, width, size, experts=self.count, is_row_parallel=True
+        )
+        return (*found, down)
 
     @property
     def why_whole(self) -> str | None:

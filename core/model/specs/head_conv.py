@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.projections import Projection
 from .recurrent import MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -103,10 +102,6 @@ class HeadConvSpec(RecurrentSpec):
             own["conv_qk_grouped.bias"],
             own["self_attn.qk_norm.temp"],
         )
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """None: see `families.zaya.layer`."""
-        return ()
 
     def share(self, size: int) -> HeadConvSpec:
         """All of it: see `LayerSpec.why_whole`."""

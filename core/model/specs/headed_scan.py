@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.layer_projections import headed_scan_projections
-from ....memory.pages.projections import Projection
+from .products import Proj
 from .recurrent import MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -72,11 +71,6 @@ class HeadedScanSpec(RecurrentSpec):
         return self.channels // block, self.state_size, block
 
     @property
-    def biased(self) -> tuple[str, ...]:
-        """See `RecurrentSpec.biased`."""
-        return ("mamba.in_proj", "mamba.out_proj") if self.bias else ()
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
         heads, dim, channels = self.num_heads, self.head_dim, self.channels
@@ -108,9 +102,12 @@ class HeadedScanSpec(RecurrentSpec):
             own["D"].flatten(),
         )
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `RecurrentSpec.projections`."""
-        return headed_scan_projections(hidden, self.channels, self.num_heads)
+    def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        """See `RecurrentSpec.products`."""
+        return {
+            "in": (Proj("mamba.in_proj", self.in_size, self.num_heads, self.bias),),
+            "out": (Proj("mamba.out_proj", hidden, self.num_heads, self.bias),),
+        }
 
     def share(self, size: int) -> HeadedScanSpec:
         """One of `size` ranks' share."""

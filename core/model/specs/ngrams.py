@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.projections import Projection
 from ....ops.mixers.table_sizes import table_sizes
 from .recurrent import MixerTensor, RecurrentSpec
 
@@ -137,10 +136,6 @@ class NgramSpec(RecurrentSpec):
             factors = torch.tensor(multipliers(self.vocab, self.size, self.place, self.seed))
         numbers = NgramNumbers(factors, torch.tensor(sizes), torch.tensor(firsts), self.end, self.channels)
         return NgramWeights(numbers, tensors[_CONV].squeeze(1).T.contiguous(), self.size)
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """None: see `families.qwen4_exp.layer`."""
-        return ()
 
     def share(self, size: int) -> NgramSpec:
         """All of it: see `LayerSpec.why_whole`."""

@@ -15,13 +15,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from ....memory.pages.layer_projections import (
-    channel_projections,
-    conv_projections,
-    linear_projections,
-    mamba_projections,
-)
-from ....memory.pages.projections import Projection
+from .products import Proj
 
 if TYPE_CHECKING:
     import torch
@@ -107,11 +101,6 @@ class RecurrentSpec(ABC):
         return prod(self.conv_shape) + prod(self.recurrent_shape)
 
     @property
-    def biased(self) -> tuple[str, ...]:
-        """Paths of the projections with a bias."""
-        return ()
-
-    @property
     @abstractmethod
     def tensors(self) -> Mapping[str, MixerTensor]:
         """Its tensors besides the projections, by path in a layer."""
@@ -125,9 +114,11 @@ class RecurrentSpec(ABC):
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights | StreamConvs:
         """Its formula with these tensors, float32, or a rank's share of them: those of `tensors`."""
 
-    @abstractmethod
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """Its matrices; the last one is the output's. hidden: width of the residual stream."""
+    def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        """Its projections, by product: `in`, `out`, and what stands between them; none where they are the layer's.
+        hidden: width of the residual stream.
+        """
+        return {}
 
     @abstractmethod
     def share(self, size: int) -> Self:
@@ -299,12 +290,36 @@ class GatedDeltaSpec(RecurrentSpec):
             sigmoid_gates=self.sigmoid_gates or self.by_channel,
         )
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `RecurrentSpec.projections`."""
+    def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        """See `RecurrentSpec.products`. TP ranks share heads of keys, each with the heads of values that it serves."""
         if self.by_channel:
-            return channel_projections(hidden, self.k_size, self.v_size, self.num_v_heads, self.gate_rank)
-        sizes = self.k_size, self.v_size, self.num_k_heads, self.num_v_heads
-        return linear_projections(hidden, *sizes, parted=self.parted)
+            return self._products_by_channel(hidden)
+        at, heads, form, sizes = "linear_attn", self.num_k_heads, "linear", (self.k_size, self.k_size, self.v_size)
+        if self.parted:
+            own = [Proj(f"{at}.{name}_proj", size, heads, form=form) for name, size in zip("qkv", sizes, strict=True)]
+        else:
+            own = [Proj(f"{at}.in_proj_qkv", self.channels, heads, sections=sizes)]
+        others = {"z": self.v_size, "b": self.num_v_heads, "a": self.num_v_heads}
+        own += [Proj(f"{at}.in_proj_{name}", width, heads) for name, width in others.items()]
+        return {"in": tuple(own), "out": (Proj(f"{at}.out_proj", hidden, heads),)}
+
+    def _products_by_channel(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        at, heads, form, rank = "self_attn", self.num_v_heads, "linear", self.gate_rank
+        sizes = {"q": self.k_size, "k": self.k_size, "v": self.v_size}
+        own = [Proj(f"{at}.{name}_proj", size, heads, form=form) for name, size in sizes.items()]
+        beta, output = Proj(f"{at}.b_proj", heads, heads), Proj(f"{at}.o_proj", hidden, heads, form=form)
+        if not rank:
+            gates, decays = (
+                Proj(f"{at}.g_proj", self.v_size, heads, form=form),
+                Proj(f"{at}.f_proj", self.k_size, heads),
+            )
+            return {"in": (*own, gates, beta, decays), "out": (output,)}
+        return {
+            "in": (*own, Proj(f"{at}.g_a_proj", rank), beta, Proj(f"{at}.f_a_proj", rank)),
+            "output_gate_up": (Proj(f"{at}.g_b_proj", self.v_size, heads),),
+            "decay_up": (Proj(f"{at}.f_b_proj", self.k_size, heads),),
+            "out": (output,),
+        }
 
     def share(self, size: int) -> GatedDeltaSpec:
         """One of `size` ranks' share."""
@@ -395,11 +410,6 @@ class ShortConvSpec(RecurrentSpec):
         return (0,)
 
     @property
-    def biased(self) -> tuple[str, ...]:
-        """See `RecurrentSpec.biased`."""
-        return ("conv.in_proj", "conv.out_proj") if self.bias else ()
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
         each = ((self.size, self.size),)
@@ -412,9 +422,13 @@ class ShortConvSpec(RecurrentSpec):
 
         return ShortConvWeights(_taps(tensors["conv.conv.weight"]), tensors.get("conv.conv.bias"))
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `RecurrentSpec.projections`."""
-        return conv_projections(hidden, self.size)
+    def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        """See `RecurrentSpec.products`. TP ranks share channels."""
+        size = self.size
+        return {
+            "in": (Proj("conv.in_proj", 3 * size, size, self.bias, (size, size, size)),),
+            "out": (Proj("conv.out_proj", hidden, size, self.bias),),
+        }
 
     def share(self, size: int) -> ShortConvSpec:
         """One of `size` ranks' share."""
@@ -504,12 +518,6 @@ class MambaSpec(RecurrentSpec):
         return self.num_heads, self.state_size, self.head_dim
 
     @property
-    def biased(self) -> tuple[str, ...]:
-        """See `RecurrentSpec.biased`."""
-        has_out = self.bias if self.out_bias is None else self.out_bias
-        return ("mamba.in_proj",) * self.bias + ("mamba.out_proj",) * has_out
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
         heads, groups = self.num_heads, self.num_groups
@@ -541,9 +549,17 @@ class MambaSpec(RecurrentSpec):
             self.gates_norm,
         )
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `RecurrentSpec.projections`."""
-        return mamba_projections(hidden, self.num_heads, self.head_dim, self.num_groups, self.state_size)
+    def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        """See `RecurrentSpec.products`. TP ranks share heads; with more ranks than groups, several have the same B and
+        C.
+        """
+        heads, shared = self.num_heads, self.num_groups * self.state_size
+        sections, units = (self.size, self.size, shared, shared, heads), (heads, heads, *(self.num_groups,) * 2, heads)
+        out_bias = self.bias if self.out_bias is None else self.out_bias
+        return {
+            "in": (Proj("mamba.in_proj", self.in_size, heads, self.bias, sections, units),),
+            "out": (Proj("mamba.out_proj", hidden, heads, out_bias),),
+        }
 
     def share(self, size: int) -> MambaSpec:
         """One of `size` ranks' share."""

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.layer_projections import unit_projections
-from ....memory.pages.projections import Projection
+from .products import Proj
 from .recurrent import MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ class RgLruSpec(RecurrentSpec):
         return self.num_heads, self.head_dim
 
     @property
-    def biased(self) -> tuple[str, ...]:
-        """See `RecurrentSpec.biased`."""
-        return tuple(f"temporal.linear_{each}" for each in ("y", "x", "out"))
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
         heads, width = self.num_heads, self.head_dim
@@ -95,9 +89,10 @@ class RgLruSpec(RecurrentSpec):
             8 * torch.nn.functional.softplus(found["recurrent_param"]),
         )
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `RecurrentSpec.projections`."""
-        return unit_projections(hidden, self.channels, self.num_heads)
+    def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        """See `RecurrentSpec.products`."""
+        own = (Proj(f"temporal.linear_{each}", self.channels, self.num_heads, bias=True) for each in "yx")
+        return {"in": tuple(own), "out": (Proj("temporal.linear_out", hidden, self.num_heads, bias=True),)}
 
     def share(self, size: int) -> RgLruSpec:
         """One of `size` ranks' share."""

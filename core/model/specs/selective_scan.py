@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.layer_projections import scan_projections
-from ....memory.pages.projections import Projection
 from .norms import NormSpec
+from .products import Proj
 from .recurrent import Inner, MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -87,11 +86,6 @@ class SelectiveScanSpec(RecurrentSpec):
         return self.size // self.block, self.state_size, self.block
 
     @property
-    def biased(self) -> tuple[str, ...]:
-        """See `RecurrentSpec.biased`."""
-        return (*(("mamba.in_proj", "mamba.out_proj") if self.bias else ()), "mamba.dt_proj")
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
         each = ((self.size, self.size // self.block),)
@@ -109,9 +103,15 @@ class SelectiveScanSpec(RecurrentSpec):
         first = ScanInputs(taps, tensors.get("mamba.conv1d.bias"))
         return SelectiveScanWeights(first, tensors["mamba.A_log"].exp().T.contiguous(), tensors["mamba.D"])
 
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `RecurrentSpec.projections`."""
-        return scan_projections(hidden, self.size, self.rank, self.state_size, self.size // self.block)
+    def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
+        """See `RecurrentSpec.products`. TP ranks share blocks of channels."""
+        size, blocks = self.size, self.size // self.block
+        return {
+            "in": (Proj("mamba.in_proj", 2 * size, blocks, self.bias, (size, size)),),
+            "scan_in": (Proj("mamba.x_proj", self.rank + 2 * self.state_size, blocks),),
+            "decay_up": (Proj("mamba.dt_proj", size, blocks, bias=True, is_bypassed=True),),
+            "out": (Proj("mamba.out_proj", hidden, blocks, self.bias),),
+        }
 
     def share(self, size: int) -> SelectiveScanSpec:
         """One of `size` ranks' share."""

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ....memory.pages.projections import PLACE_GROUPS, Group, Projection
 from .recurrent import RecurrentSpec
 
 #: The module around the mixer of a layer with a block, in transformers' classes.
 _MIXER = "mamba_decoder"
-
-#: Groups of a layer's own projections, beside those of the block.
-_OWN = frozenset({*PLACE_GROUPS, Group.BESIDE_IN, Group.BESIDE_OUT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +39,6 @@ class SharedBlock:
 
     mlp_rank: int
     """Inner width of those beside gate and up, likewise."""
-
-    @staticmethod
-    def has(projection: Projection) -> bool:
-        """True if a projection of a layer with a block is one of the block's, which other layers have, too."""
-        return projection.group not in _OWN
 
     @property
     def mixer_path(self) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ....memory.pages.projections import Projection
 from ....ops.mixers.conv_place import ConvPlace
 from .recurrent import MixerTensor, RecurrentSpec
 
@@ -101,10 +100,6 @@ class StreamConvSpec(RecurrentSpec):
         firsts = 0, 2 * self.kv_room, 2 * self.kv_room + self.hidden
         every = zip(ConvPlace, parts, firsts, strict=True)
         return StreamConvs({place: StreamConvWeights(conv, first) for place, conv, first in every})
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """None: they are not between projections of their own."""
-        return ()
 
     def share(self, size: int) -> StreamConvSpec:
         """One of `size` ranks' share; several may have a copy of a head."""

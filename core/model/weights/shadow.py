@@ -21,7 +21,6 @@ from ....ops.lora.vectors import vectors_of
 from ...requests.types import CannotMerge
 from ..lora.lora_state import LoraState
 from .layer_weights import LayerWeights
-from .slots import MERGED_MATRICES
 
 #: The largest factor by which the norm of a row of weights may grow, by bytes per element. Rounding the sum causes an
 #: error proportional to it, which affects sequences of the base model and of other adapters. In 16 bits the error may
@@ -50,11 +49,11 @@ class MergeableModel(Protocol):
     @property
     def bias_dtype(self) -> torch.dtype: ...
 
-    def merged_form(self, layer: int, group: int, /) -> tuple[torch.Size, torch.dtype]:
+    def merged_form(self, layer: int, product: str, /) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a merged matrix, which is not quantised. Raises CannotMerge."""
         ...
 
-    def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor, /) -> float:
+    def merge(self, layer: int, product: str, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor, /) -> float:
         """Write a matrix with an adapter's parts added to out, of `merged_form`; the sums are float32.
 
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
@@ -66,12 +65,12 @@ class MergeableModel(Protocol):
         ...
 
 
-#: Addresses of merged matrices: layer, group and run of pages of each.
-Addresses = tuple[tuple[int, int, range], ...]
+#: Addresses of merged matrices: layer, product and run of pages of each.
+Addresses = tuple[tuple[int, str, range], ...]
 
 
-def addresses_of(targets: Sequence[tuple[int, int]], runs: Sequence[range]) -> Addresses:
-    """targets: layer and group of each matrix. runs: of these."""
+def addresses_of(targets: Sequence[tuple[int, str]], runs: Sequence[range]) -> Addresses:
+    """targets: layer and product of each matrix. runs: of these."""
     return tuple((*at, run) for at, run in zip(targets, runs, strict=True))
 
 
@@ -110,7 +109,7 @@ class ShadowWeights:
         self._captured = captured
         self.adapter: Adapter | None = None
         """The merged adapter; None if there is none."""
-        self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and matrix of those still to be made
+        self._left: list[tuple[int, str, torch.Tensor]] = []  # layer, product and matrix of those still to be made
         self._num_elems = 0  # of all matrices
         self._num_touched = 0  # elements of the next matrix that already have memory from the system
         self._pace = 0.0  # seconds per element of the last matrix; 0: none so far
@@ -120,7 +119,7 @@ class ShadowWeights:
         """Pages of each run that an adapter's merged weights take, one run for each matrix that it changes."""
         return self._sizes(self._targets(adapter))
 
-    def _sizes(self, targets: Sequence[tuple[int, int]]) -> list[int]:
+    def _sizes(self, targets: Sequence[tuple[int, str]]) -> list[int]:
         page = self._arena.layout.page_bytes
         forms = [self._model.merged_form(*at) for at in targets]
         return [-(-shape.numel() * dtype.itemsize // page) for shape, dtype in forms]
@@ -131,7 +130,7 @@ class ShadowWeights:
             return None
         targets = self._targets(adapter)
         for addresses in self._captured.addresses:
-            if [(layer, group) for layer, group, _ in addresses] == targets:
+            if [(layer, product) for layer, product, _ in addresses] == targets:
                 return [run for _, _, run in addresses]
         return None
 
@@ -143,19 +142,19 @@ class ShadowWeights:
         targets = self._targets(adapter)
         if self._captured is not None:
             self._captured.use(addresses_of(targets, runs))
-        for (layer, group), run in zip(targets, runs, strict=True):
-            matrix = self._matrix(layer, group, run)
-            self._left.append((layer, group, matrix))
-            parts = {MERGED_MATRICES[group]: matrix}
+        for (layer, product), run in zip(targets, runs, strict=True):
+            matrix = self._matrix(layer, product, run)
+            self._left.append((layer, product, matrix))
+            parts = {product: matrix}
             if _has_biases(adapter):
-                parts[f"{MERGED_MATRICES[group]}_bias"] = self._merged_bias(adapter, layer, group)
+                parts[f"{product}_bias"] = self._merged_bias(adapter, layer, product)
             self._layers[layer] = {**self._layers[layer], **parts}
         self._left.reverse()
         self._num_elems = sum(matrix.numel() for _, _, matrix in self._left)
 
-    def _matrix(self, layer: int, group: int, run: range) -> torch.Tensor:
+    def _matrix(self, layer: int, product: str, run: range) -> torch.Tensor:
         """A matrix in a run of pages."""
-        shape, dtype = self._model.merged_form(layer, group)
+        shape, dtype = self._model.merged_form(layer, product)
         elems = self._arena.pages.view(-1)[run.start * self._arena.layout.page_elems :]
         return elems.view(dtype)[: shape.numel()].view(shape)
 
@@ -171,7 +170,7 @@ class ShadowWeights:
         end = time.perf_counter() + max_seconds
         has_worked = False
         while self._left:
-            layer, group, matrix = self._left[-1]
+            layer, product, matrix = self._left[-1]
             if not self._is_touched(matrix):
                 has_worked = True
                 if not self._touch_until(matrix, end):
@@ -180,7 +179,7 @@ class ShadowWeights:
                 return False
             has_worked = True
             self._left.pop()
-            self._make(self.adapter, layer, group, matrix)
+            self._make(self.adapter, layer, product, matrix)
         self._model.use_merged(self._layers)
         captured = self._captured
         if captured is None or not captured.num_left:
@@ -195,23 +194,23 @@ class ShadowWeights:
                 f"adapter {adapter.name!r} has biases, and captured steps read the base model's; it is served unmerged"
             )
 
-    def _make(self, adapter: Adapter, layer: int, group: int, matrix: torch.Tensor) -> None:
-        modules = self._lora.modules(layer, group)
+    def _make(self, adapter: Adapter, layer: int, product: str, matrix: torch.Tensor) -> None:
+        modules = self._lora.modules(layer, product)
         parts = [part for part in self._lora.in_layers.rows_of(adapter) if changes(part, layer, modules)]
         began = time.perf_counter()
-        growth = self._model.merge(layer, group, parts, self._origin(layer, group), matrix)
+        growth = self._model.merge(layer, product, parts, self._origin(layer, product), matrix)
         most = MOST_GROWTH[matrix.itemsize]
         if not growth <= most:
             raise CannotMerge(
-                f"adapter {adapter.name!r} makes a row of layer {layer}'s {MERGED_MATRICES[group]} weights "
+                f"adapter {adapter.name!r} makes a row of layer {layer}'s {product} weights "
                 f"{growth:.3g} times as large, but rounding allows {most:g}; it is served unmerged"
             )
         self._pace, self._num_touched = (time.perf_counter() - began) / matrix.numel(), 0
 
-    def _merged_bias(self, adapter: Adapter, layer: int, group: int) -> torch.Tensor:
-        """The biases of a group's outputs with an adapter's instead of the base model's."""
-        modules = self._lora.columns(layer, group)
-        base = self._model.layers[layer].get(f"{MERGED_MATRICES[group]}_bias")
+    def _merged_bias(self, adapter: Adapter, layer: int, product: str) -> torch.Tensor:
+        """The biases of a product's outputs with an adapter's instead of the base model's."""
+        modules = self._lora.columns(layer, product)
+        base = self._model.layers[layer].get(f"{product}_bias")
         device, outputs = self._arena.pages.device, sum(width for _, _, width in modules)
         bias = torch.zeros(outputs, device=device) if base is None else base.to(torch.float32, copy=True)
         for part in self._lora.in_layers.rows_of(adapter):
@@ -264,18 +263,18 @@ class ShadowWeights:
         if adapter is not self.adapter or self._left:
             raise RuntimeError(f"the merged weights are not ready for {adapter!r}")
 
-    def _targets(self, adapter: Adapter) -> list[tuple[int, int]]:
-        """Layer and group of each matrix that an adapter changes."""
+    def _targets(self, adapter: Adapter) -> list[tuple[int, str]]:
+        """Layer and product of each matrix that an adapter changes."""
         parts = self._lora.in_layers.rows_of(adapter)
         return [
-            (layer, group)
+            (layer, product)
             for layer in range(len(self._model.layers))
-            for group in MERGED_MATRICES
-            if any(changes(part, layer, self._lora.modules(layer, group)) for part in parts)
+            for product in self._lora.merged(layer)
+            if any(changes(part, layer, self._lora.modules(layer, product)) for part in parts)
         ]
 
-    def _origin(self, layer: int, group: int) -> Any:
-        return self._model.layers[layer][MERGED_MATRICES[group]]
+    def _origin(self, layer: int, product: str) -> Any:
+        return self._model.layers[layer][product]
 
 
 def changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:

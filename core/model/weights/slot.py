@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ....memory.pages.projections import Group, Projection, sections_of, share_of
+from ....memory.pages.projections import Projection, sections_of, share_of
 
 #: A part of a tensor: slices of its first dimensions.
 Part = tuple[slice, ...]
@@ -96,9 +96,6 @@ class Slot:
     tensors: tuple[SlotTensor, ...]
     keep: Keep
 
-    group: Group | None = None
-    """Of a matrix: its group of projections."""
-
     first_rank: bool = False
     """Only the first rank has it: a bias of what ranks add up."""
 
@@ -110,6 +107,9 @@ class Slot:
 
     shared: int | None = None
     """The layer whose weight it is, that layer itself included; None: it is this layer's alone."""
+
+    stored_in: int | None = None
+    """The layer in which a checkpoint has it, if that is another one."""
 
     @property
     def items(self) -> Iterator[tuple[SlotTensor, ...]]:

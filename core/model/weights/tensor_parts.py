@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Container, Iterator, Mapping
 from typing import NamedTuple
 
-from ....memory.pages.projections import PLACE_PAIRS, UnitRows
+from ....memory.pages.projections import UnitRows
 from ..specs.config import ModelConfig, UnsupportedModel
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
@@ -189,18 +189,16 @@ def _layer_sources(
     tensors = tensors if layer.block is None else tensors.at_place(layer.block.place)
     return {
         LAYER.format(index) + part.path: _layer_source(
-            tensors, f"{begin}{_stored_at(index, layer, slot)}.", part.path, shapes, units, names
+            tensors, f"{begin}{_stored_at(index, slot)}.", part.path, shapes, units, names
         )
         for slot, part in _stored_parts(layer, config)
     }
 
 
-def _stored_at(index: int, layer: LayerSpec, slot: Slot) -> int:
-    """The layer in which a checkpoint has a slot's tensors: those of a block, and of small matrices beside it, are in
-    the block's first.
-    """
-    is_in_block = slot.shared is not None or slot.group in PLACE_PAIRS
-    return layer.block.first if layer.block is not None and is_in_block else index
+def _stored_at(index: int, slot: Slot) -> int:
+    """The layer in which a checkpoint has a slot's tensors."""
+    own = index if slot.shared is None else slot.shared
+    return own if slot.stored_in is None else slot.stored_in
 
 
 def _stored_parts(layer: LayerSpec, config: ModelConfig) -> Iterator[tuple[Slot, SlotTensor]]:

@@ -11,7 +11,8 @@ from .layer import TanhLayer
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layer = TanhLayer(rotary.attention(fields), reading.gated(fields, bias=fields.boolean("mlp_bias")))
+    part, rank = reading.gated(fields, bias=fields.boolean("mlp_bias")), fields.integer("gate_rank", least=0)
+    layer = TanhLayer(rotary.attention(fields), part, gate_rank=rank)
     layers = [layer] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.rms_norm(fields), has_last_norm=False)
 
@@ -20,6 +21,6 @@ TANH_LLAMA = Family(
     "Llama with a dynamic tanh",
     ("TanhLlamaForCausalLM",),
     _read,
-    {"max_position_embeddings": 2048},
+    {"max_position_embeddings": 2048, "gate_rank": 0},
     notes="on CPUs by PyTorch's operators",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chorus.core.model.compose.build import Build, Value
+from chorus.core.model.compose.build import Build, Proj, Value
 from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.program.ops.residual import Replace
 from chorus.core.model.weights.slot import SlotTensor
@@ -17,11 +17,22 @@ _PATHS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layer
 
 @dataclass(frozen=True, kw_only=True)
 class TanhLayer(DecoderLayer):
-    """Llama's layer, with a dynamic tanh of what attention and the feed-forward part read."""
+    """Llama's layer, with a dynamic tanh of what attention and the feed-forward part read.
+
+    What attention reads has gates, too: `n · sigmoid(up(down(n)))`.
+    """
+
+    gate_rank: int
+    """Width between the two matrices of gates; 0: there are none."""
 
     def normed(self, b: Build, name: str, x: Value) -> Value:
         """See `DecoderLayer.normed`."""
-        return _tanh(b, name, _PATHS[name], x)
+        n = _tanh(b, name, _PATHS[name], x)
+        if not self.gate_rank or name != "attention_norm":
+            return n
+        # products of names of our own, which adapters may change
+        low = b.linear("tanh_gates_down", n, "l", Proj("input_layernorm.gates_down", self.gate_rank))
+        return b.gate(n, b.linear("tanh_gates_up", low, "g", Proj("input_layernorm.gates_up", b.hidden)))
 
     def finish(self, b: Build) -> None:
         """See `LayerSpec.finish`: in place of the last norm."""

@@ -27,14 +27,15 @@ from chorus.core.costs.models import (
 from chorus.core.costs.profile import ProfileError, load_profile, parse_profile, shipped_profiles
 from chorus.core.costs.work import STEP_TERMS, step_work, term_values
 from chorus.core.expert_share import share_of_experts
+from chorus.core.model.specs.feed_forward import Experts, Routing
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import ScheduledSequence, StepPlan
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layer_projections import attention_projections, gated_projections, mixture_projections
-from chorus.memory.pages.projections import Projections
+from chorus.memory.pages.layer_projections import attention_projections, gated_projections
+from chorus.memory.pages.projections import Projection, Projections
 
 from ...tables import hybrid_table
 
@@ -464,8 +465,34 @@ def test_costs_need_neither_torch_nor_numpy():
 # -- layers of two kinds
 
 
+def test_modules_of_earlier_versions_have_numbers_of_products(tmp_path):
+    """As a version wrote them of layers with a mixture, and without."""
+    shapes = {
+        "self_attn.q_proj": (0, 16, 16, 2), "self_attn.k_proj": (0, 16, 8, 1), "self_attn.v_proj": (0, 16, 8, 1),
+        "self_attn.o_proj": (1, 16, 16, 2), "mlp.gate": (8, 16, 5, 1), "mlp.experts.gate_proj": (12, 16, 24, 24),
+        "mlp.experts.up_proj": (12, 16, 24, 24), "mlp.experts.down_proj": (13, 24, 16, 24),
+        "mamba.x_proj": (25, 16, 8, 4),
+    }  # fmt: skip
+    modules = [
+        {"path": path, "group": group, "inputs": inputs, "outputs": outputs, "units": units, "sections": [],
+         "section_units": [], "experts": 5 * (".experts." in path), "form": "", "layers": [0, 1]}
+        for path, (group, inputs, outputs, units) in shapes.items()
+    ]  # fmt: skip
+    load_profile("a100-llama2-7b").save(path := tmp_path / "p.json")
+    raw = json.loads(path.read_text())
+    raw["geometry"] |= {"num_layers": 2, "modules": modules}
+    table = parse_profile(json.dumps(raw).encode(), "p").geometry.projections
+    want = attention_projections(16, 2, 1, 8) + Experts(5, 24, Routing(2)).projections(16)
+    assert table.layers == ((*want, Projection("mamba.x_proj", "scan_in", 16, 8, 4, is_row_parallel=True)),) * 2
+    for wrong in (4, 48, "qkv", True, -1):
+        raw["geometry"]["modules"][0]["group"] = wrong
+        with pytest.raises(ProfileError, match=r"geometry.modules.0.*group is .*it must be one of 0, 1"):
+            parse_profile(json.dumps(raw).encode(), "p")
+
+
 def test_bytes_of_adapters_on_experts(tmp_path):
-    mixture = attention_projections(16, 2, 1, 8) + mixture_projections(16, 5, 24, 8, shared_gate=True)
+    experts = Experts(5, 24, Routing(2), shared_size=8, shared_gate=True)
+    mixture = attention_projections(16, 2, 1, 8) + experts.projections(16)
     dense = attention_projections(16, 2, 1, 8) + gated_projections(16, 32)
     profile, table = load_profile("a100-llama2-7b"), Projections((mixture, dense, mixture))
     geometry = profile.geometry.model_copy(update={"num_layers": 3, "itemsize": 4}).with_projections(table)

@@ -17,7 +17,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.moe.mixture_launches import MixtureState
 from chorus.graphs.runner import EagerReason, StepMode
 from chorus.memory.host.images import ThreadReads
-from chorus.memory.pages.projections import Group
+from chorus.memory.pages.projections import Role
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
@@ -29,7 +29,7 @@ from .family_drivers import EVERY
 #: With biases, sinks and windows; with a shared expert and states; with weights of experts' inputs.
 FAMILIES = ["gpt-oss", "qwen3.5-moe", "llama-4", *(["qwen3-moe-mixed", "granite-moe", "glm-4-moe"] if EVERY else [])]
 
-ROUTER, EXPERTS = {Group.ROUTER}, {Group.EXPERT_GATE_UP, Group.EXPERT_DOWN}
+ROUTER, EXPERTS = {Role.ROUTER}, {Role.EXPERT_GATE_UP, Role.EXPERT_DOWN}
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_the_largest_step_takes_the_memory_of_adapters(mixture, monkeypatch):
         graph_capture="off",
     )
     CudaExecutor(config, LateDevice()).close()
-    each = [("add_singles", Group.ROUTER, 5)]
-    for group in (Group.EXPERT_GATE_UP, Group.EXPERT_DOWN):
+    each = [("add_singles", Role.ROUTER, 5)]
+    for group in (Role.EXPERT_GATE_UP, Role.EXPERT_DOWN):
         each += [("add_runs", group, 10), ("add_singles", group, 2)]
     assert seen[-2 * len(each) :] == 2 * each, "of two layers"

@@ -65,7 +65,7 @@ def test_each_kind_takes_the_faster_way_in_all_layers(caplog):
     assert chosen(decoder) == [{True}, {False}, {True}, {False}]
     assert clock.is_done()
     assert (
-        "products of MIXER_IN 64 → 128 with activations in FP8: in FP8 (µs of 72 rows, 3 layers: 1000000, 2000000)"
+        "products of qkv 64 → 128 with activations in FP8: in FP8 (µs of 72 rows, 3 layers: 1000000, 2000000)"
         in caplog.text
     )
 
@@ -83,7 +83,7 @@ def test_wrong_values_and_failures_leave_them_widened(monkeypatch, caplog):
     decoder = decoder_of()
     choose_float8_gemms(decoder, 72, LateDevice(), Clock((2.0, 1.0), (2.0, 1.0)))
     assert chosen(decoder) == [{False}, {False}, {True}, {True}]
-    assert "of MIXER_IN are not used: RuntimeError: no kernel" in caplog.text
+    assert "of qkv are not used: RuntimeError: no kernel" in caplog.text
     assert "of MIXER_OUT are not used: they differ by" in caplog.text
 
 

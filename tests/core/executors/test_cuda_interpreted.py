@@ -1079,7 +1079,7 @@ def test_products_are_by_what_takes_least_time_of_whole_steps(tiny, float32_prod
         "each by its own race 6000 + 7000, off 7000"
     )
     assert f" in float32 small {times}" in caplog.text
-    assert all(f"{group} " in caplog.text for group in ("MIXER_IN", "MIXER_OUT", "GATE_UP", "DOWN", "HEAD"))
+    assert all(f"{group} " in caplog.text for group in ("qkv", "o", "gate_up", "down", "head"))
     executor.close()
 
 
@@ -1100,7 +1100,7 @@ def test_each_gemm_may_be_by_what_takes_least_time_for_it(tiny, float32_products
         assert silu not in backends
         assert {backends[kind] for kind in others} == {SMALL}
     assert "each by its own race 6000 + 6000" in caplog.text
-    assert "GATE_UP 32 → 96, 2 rows: µs of 2 uses: small 4000000, library 2000000" in caplog.text
+    assert "gate_up 32 → 96, 2 rows: µs of 2 uses: small 4000000, library 2000000" in caplog.text
     executor.close()
 
 
@@ -1176,7 +1176,7 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
     monkeypatch.setattr(small_gemm_triton, "multiply", lambda x, *rest, **joined: 1.01 * right(x, *rest, **joined))
     executor = CudaExecutor(make_config(tiny, small_gemm="on", max_num_seqs=1), LateDevice())
     assert all(each == BY_LIBRARY for each in executor.steps.decoding.backends.values())
-    assert re.search(r"small of MIXER_IN \d+ → \d+ in float32 is not used: it differs by 1\.0e-02 of", caplog.text)
+    assert re.search(r"small of qkv \d+ → \d+ in float32 is not used: it differs by 1\.0e-02 of", caplog.text)
     executor.close()
 
 

@@ -18,7 +18,6 @@ from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.pages.projections import Group
 
 from ..test_families import executor_of
 from ..tiny_families import load_model, make_all_linear, save_family
@@ -99,8 +98,8 @@ def test_a_bias_of_late_values_is_refused(model, tmp_path_factory):
 
 def test_small_networks_of_routers_are_never_merged(model):
     table = read_model_config(model).projections
-    assert {table[name].group for name in table.unmerged if name.startswith("router.")} == {
-        Group.ROUTER_DOWN, Group.ROUTER_FIRST, Group.ROUTER_SECOND,
+    assert {table[name].product for name in table.unmerged if name.startswith("router.")} == {
+        "router_down", "router_first", "router_second",
     }  # fmt: skip
 
 

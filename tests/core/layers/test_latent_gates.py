@@ -19,7 +19,6 @@ from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Routing, Scoring
 from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.pages.projections import SMALL_GROUPS, Group
 
 from ..tiny_families import make_all_linear, save_family
 from .test_narrow_values import changed
@@ -49,7 +48,7 @@ def test_queries_and_gates_are_one_product_of_both_latents(model):
     config = read_model_config(model)
     own = {each.path.rpartition(".")[2]: each for each in config.composed(config.layers[0]).projections}
     assert own["q_b_proj"].dims == (2 * 24, 4 * (24 + 24))
-    assert (own["wq_b"].group, own["wq_b"].inputs) == (Group.INDEX_UP, 24)
+    assert (own["wq_b"].product, own["wq_b"].inputs) == ("index_up", 24)
 
 
 def test_gates_are_what_follows_each_query():
@@ -63,8 +62,8 @@ def test_a_program_says_where_gates_come_from(model):
     config = read_model_config(model)
     ops = config.composed(config.layers[1]).program.ops
     assert sum(isinstance(op, GateOutput) for op in ops) == 5  # two of each norm's, and attention's
-    assert [op.group.name for op in ops if isinstance(op, Gemm)][:4] == [
-        "MIXER_GATES_DOWN", "MIXER_GATES_UP", "MIXER_IN", "INDEX_UP",
+    assert [op.weight for op in ops if isinstance(op, Gemm)][:4] == [
+        "mixer_gates_down", "mixer_gates_up", "qkv", "index_up",
     ]  # fmt: skip
     assert next(op for op in ops if isinstance(op, Index)).x == "ih"
     text = "\n".join(program_lines(config))
@@ -75,7 +74,7 @@ def test_a_program_says_where_gates_come_from(model):
 def test_ranks_share_heads_and_have_all_gates_of_norms(model):
     share = Shard(1, 2).config(read_model_config(model))
     own = share.composed(share.layers[1]).projections
-    assert all(each.is_replicated for each in own if each.group in (*SMALL_GROUPS, Group.INDEX_UP))
+    assert {"mlp_gates_up", "index_up"} < {each.product for each in own if each.is_replicated}
     assert next(each for each in own if each.path.endswith("q_b_proj")).outputs == 2 * (24 + 24)
     assert share.attention.gate_size == 2 * 24
 

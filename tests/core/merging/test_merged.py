@@ -12,7 +12,6 @@ import torch
 from chorus.core.engine import Engine
 from chorus.core.merging.learned_prices import LearnedPrices
 from chorus.core.merging.mode_policy import ModeChoice, ModePolicy
-from chorus.core.model.lora.step_lora import DOWN, GATE_UP
 from chorus.core.model.weights.shadow import MOST_GROWTH
 from chorus.core.policies import Policies
 from chorus.core.requests.types import CannotMerge
@@ -363,7 +362,7 @@ def test_the_first_matrix_tells_what_the_merge_takes(subject, drive):
     driver.drain()
     made = [state.share_made for state in policy.states if state.is_under_way]
     origin = driver.executor.rank.shadow._origin  # noqa: SLF001 - of shares of ranks rows of zeros are a part, too
-    gate_up, down = (origin(0, group).numel() for group in (GATE_UP, DOWN))
+    gate_up, down = (origin(0, product).numel() for product in ("gate_up", "down"))
     assert gate_up > down
     done = [*itertools.accumulate([gate_up, down] * 3)]
     assert made == pytest.approx([elems / done[-1] for elems in done[:-1]])

@@ -14,7 +14,6 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model import decoder as model_module
 from chorus.core.model import nvtx_spans
 from chorus.core.model.batch import StepBatch
-from chorus.core.model.lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from chorus.core.model.program import torch_step
 
 
@@ -58,7 +57,7 @@ class Lora:
     def wait(self, layer):
         self._log.append(f"wait.{layer}")
 
-    def offload(self, group, x, layer):
+    def offload(self, gemm, x, layer):
         """Nothing is."""
 
     def known(self, token_ids):
@@ -70,9 +69,8 @@ class Lora:
     def logits(self):
         """Nothing is added."""
 
-    def add(self, group, y, x, layer):
-        name = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate_up", DOWN: "down"}[group]
-        self._log.append(f"{name}.{layer}")
+    def add(self, gemm, y, x, layer):
+        self._log.append(f"{('qkv', 'o', 'gate_up', 'down')[gemm]}.{layer}")
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
-from chorus.memory.pages.projections import Group
+from chorus.memory.pages.projections import Role
 
 from ...conftest import quiet
-from ...kept import kept_files
+from ...kept import KeptAnswers, kept_files
 from ..conftest import Driver
 from ..merging.test_merged import merge
+from ..model.program import golden
 from ..tiny_families import NO_OUT_PROJ, load_peft, save_family, train_vectors, without_conversion
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -48,31 +50,31 @@ FORMS: dict[str, dict[str, Any]] = {
 #: Of the whole model, with tests of their own in `test_model_modules.py`; routed experts, which are parameters of
 #: all of them: see `test_expert_adapters.py`; and out_proj beside attention, on which PEFT puts no LoRA.
 ELSEWHERE = {
-    Group.EMBEDDING,
-    Group.HEAD,
-    Group.EMBEDDING_ROWS,
-    Group.HEAD_ROWS,
-    Group.ROUTER,
-    Group.EXPERT_GATE_UP,
-    Group.EXPERT_DOWN,
-    Group.BESIDE_OUT,
+    Role.EMBEDDING,
+    Role.HEAD,
+    Role.EMBEDDING_ROWS,
+    Role.HEAD_ROWS,
+    Role.ROUTER,
+    Role.EXPERT_GATE_UP,
+    Role.EXPERT_DOWN,
+    "beside_out",
 }
 
-SHARED = (Group.SHARED_GATE_UP, Group.SHARED_DOWN, Group.SHARED_GATE)
+SHARED = (Role.SHARED_GATE_UP, Role.SHARED_DOWN, Role.SHARED_GATE)
 WITH_VECTORS = ("dora", "lora-bias", "alora-lora-bias")
 
 #: (form, group) → why it is refused.
-REFUSED: dict[tuple[str, Group], str] = {
+REFUSED: dict[tuple[str, str], str] = {
     **dict.fromkeys(product(WITH_VECTORS, SHARED), "a part of a mixture of experts, where plain LoRA alone is served"),
-    **dict.fromkeys(product(WITH_VECTORS, [Group.INPUTS]), "on a module other than a projection of a layer"),
-    **dict.fromkeys(product(["alora", "alora-lora-bias"], [Group.KV_UP]), "which makes keys and values of the tokens"),
+    **dict.fromkeys(product(WITH_VECTORS, [Role.INPUTS]), "on a module other than a projection of a layer"),
+    **dict.fromkeys(product(["alora", "alora-lora-bias"], [Role.KV_UP]), "which makes keys and values of the tokens"),
 }
 
 #: Largest difference of a log-probability: transformers' own is 0.005 of the same in float64 on `qwen3.5-moe`.
 NEAR = 0.03
 
 
-def is_computed_by_peft(family: str, form: str, group: Group) -> bool:
+def is_computed_by_peft(family: str, form: str, group: str) -> bool:
     """False where PEFT's forward pass raises an error."""
     return not (family == "qwen3.5-moe" and form == "alora" and group in SHARED)
 
@@ -88,22 +90,23 @@ class Subject:
 
     model: Path
     adapters: dict[str, Path]
+    kept: KeptAnswers = field(default_factory=KeptAnswers)
 
 
 @cache
-def groups_of(family: str) -> dict[Group, tuple[str, ...]]:
+def groups_of(family: str) -> dict[str, tuple[str, ...]]:
     """The ends of the modules' names of each of a family's groups."""
     modules = read_model_config(model_of(family)).module_paths
-    found: dict[Group, dict[str, None]] = {}
+    found: dict[str, dict[str, None]] = {}
     for layer in range(modules.projections.num_layers):
         for path, names in modules.in_layer(layer).items():
             is_refused = path.endswith("out_proj") and family.startswith(NO_OUT_PROJ)
             is_refused = is_refused or path.endswith("v_proj_delayed")  # with a bias: see test_convolved_heads.py
             if is_refused or modules.projections[names[0]].is_bypassed:
                 continue
-            found.setdefault(modules.projections[names[0]].group, {})[modules.name_in(layer, path)] = None
+            found.setdefault(modules.projections[names[0]].product, {})[modules.name_in(layer, path)] = None
     for projection in modules.projections.model:
-        found.setdefault(projection.group, {})[projection.path] = None
+        found.setdefault(projection.product, {})[projection.path] = None
     return {group: tuple(paths) for group, paths in found.items() if group not in ELSEWHERE}
 
 
@@ -111,38 +114,54 @@ def model_of(family: str) -> Path:
     return kept_files(f"group forms {family}", lambda root: save_family(family, root / "model")) / "model"
 
 
+def base_of(model: Path) -> Any:
+    """The model in transformers, for peft to change. It is read once for all forms of a family."""
+    return deepcopy(_read(model))
+
+
+@lru_cache(1)
+def _read(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model)
+
+
 def subject_of(family: str, form: str) -> Subject:
     groups = [group for group in groups_of(family) if is_computed_by_peft(family, form, group)]
 
     def write(root: Path) -> None:
         for group in groups:
-            save_form(family, groups_of(family)[group], root / group.name.lower(), form)
+            save_form(family, groups_of(family)[group], root / group, form)
 
     root = kept_files(f"group forms {family} {form}", write)
-    return Subject(model_of(family), {group.name.lower(): root / group.name.lower() for group in groups})
+    return Subject(model_of(family), {group: root / group for group in groups}, KeptAnswers(root))
 
 
 @quiet()
 @without_conversion()
 def save_form(family: str, paths: tuple[str, ...], path: Path, form: str) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
+    base = base_of(model_of(family))
     torch.manual_seed(5)
     lora = LoraConfig(
         r=3, lora_alpha=5, target_modules=[*paths], init_lora_weights=False, task_type="CAUSAL_LM", **FORMS[form]
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_of(family)), lora)
+    model = get_peft_model(base, lora)
     train_vectors(model)
     model.save_pretrained(path)
 
 
 def expected(it: Subject, name: str | None, prompt: list[int]) -> torch.Tensor:
     """PEFT's log-probability of each token of a prompt but the first."""
-    model = load_peft(it.model, {} if name is None else {name: it.adapters[name]})
-    with quiet(), torch.inference_mode():
-        scores = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
-    return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+    def compute() -> list[list[float]]:
+        model = load_peft(it.model, {} if name is None else {name: it.adapters[name]})
+        with quiet(), torch.inference_mode():
+            scores = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        return [scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()]
+
+    return torch.tensor(it.kept.get([name, prompt, "log-probabilities"], compute)[0])
 
 
 def found(driver: Driver, name: str | None, prompt: list[int]) -> torch.Tensor:
@@ -162,7 +181,7 @@ def register(driver: Driver, it: Subject, form: str) -> list[str]:
     """The adapters that are served; of the others the reason is right."""
     names = []
     for name, path in it.adapters.items():
-        why = REFUSED.get((form, Group[name.upper()]))
+        why = REFUSED.get((form, name))
         with pytest.raises(AdapterFormatError, match=why) if why else nullcontext():
             driver.engine.store.register(name, path)
         if why is None:
@@ -175,7 +194,9 @@ def check_near(found: torch.Tensor, want: torch.Tensor, name: str) -> None:
 
 
 def test_the_families_have_every_group():
-    assert {group for family in FAMILIES for group in groups_of(family)} == {*Group} - ELSEWHERE
+    configs = kept_files("configurations of geometries", quiet()(golden.make_configs))
+    every = {each.product for path in configs.iterdir() for each in golden.model_of(path).projections}
+    assert {group for family in FAMILIES for group in groups_of(family)} == every - ELSEWHERE
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chorus.core.model.specs.selective_scan import SelectiveScanSpec
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.module_paths import ModulePaths
-from chorus.memory.pages.layer_projections import scan_projections
 from chorus.memory.pages.projections import Projections
 
+from ...tables import mixer_projections
 from ..conftest import Draft
 
 LAYERS, RANK = 2, 3
-PATHS = ModulePaths(Projections((scan_projections(hidden=16, size=32, rank=4, state=8, blocks=1),) * LAYERS))
+PATHS = ModulePaths(Projections((mixer_projections(SelectiveScanSpec(32, state_size=8, rank=4), 16),) * LAYERS))
 
 
 def draft(*modules: str, **fields) -> Draft:

@@ -8,25 +8,14 @@ import sys
 
 import pytest
 
+from chorus.core.model.specs.recurrent import GatedDeltaSpec
+from chorus.core.model.specs.selective_scan import SelectiveScanSpec
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from chorus.memory.pages.layer_projections import (
-    attention_projections,
-    channel_projections,
-    dense_projections,
-    linear_projections,
-    scan_projections,
-)
+from chorus.memory.pages.layer_projections import attention_projections, dense_projections
 from chorus.memory.pages.layout import SlabLayout
-from chorus.memory.pages.projections import (
-    FURTHER_GROUPS,
-    LAYER_GROUPS,
-    Group,
-    Projection,
-    Projections,
-)
-from chorus.ops.library.native_descriptors import ROW_PARALLEL
+from chorus.memory.pages.projections import Projection, Projections, Role
 
-from ...tables import TINY, hybrid_table
+from ...tables import DELTA, TINY, hybrid_table, mixer_projections
 
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 
@@ -40,14 +29,14 @@ def test_ids_of_a_model_of_equal_layers_are_those_that_slabs_and_content_hashes_
     assert all(TINY.layers_of(name) == (0, 1, 2) for name in names)
 
 
-def test_a_group_is_one_product_with_its_outputs_side_by_side():
-    assert [(each.group, each.inputs, each.outputs, each.modules) for each in TINY.gemm_shapes] == [
-        (Group.MIXER_IN, 16, 32, ((0, 0, 16), (1, 16, 8), (2, 24, 8))),
-        (Group.MIXER_OUT, 16, 16, ((3, 0, 16),)),
-        (Group.GATE_UP, 16, 48, ((4, 0, 24), (5, 24, 24))),
-        (Group.DOWN, 24, 16, ((6, 0, 16),)),
+def test_a_product_has_its_outputs_side_by_side():
+    assert [(each.is_row_parallel, each.inputs, each.outputs, each.modules) for each in TINY.gemm_shapes] == [
+        (False, 16, 32, ((0, 0, 16), (1, 16, 8), (2, 24, 8))),
+        (True, 16, 16, ((3, 0, 16),)),
+        (False, 16, 48, ((4, 0, 24), (5, 24, 24))),
+        (True, 24, 16, ((6, 0, 16),)),
     ]
-    assert TINY.gemm_shape_of == ((0, 1, 2, 3),) * 3
+    assert TINY.gemm_shape_of == ({"qkv": 0, "o": 1, "gate_up": 2, "down": 3},) * 3
 
 
 def test_layers_of_two_kinds_share_the_products_that_are_equal():
@@ -67,7 +56,7 @@ def test_layers_of_two_kinds_share_the_products_that_are_equal():
     assert table.layers_of("gate_proj") == (0, 1, 2, 3)
     assert len(table.gemm_shapes) == 6
     linear, full = (0, 1, 2, 3), (4, 5, 2, 3)
-    assert table.gemm_shape_of == (linear, linear, full, linear)
+    assert [tuple(each.values()) for each in table.gemm_shape_of] == [linear, linear, full, linear]
     assert table.gemm_shapes[0].modules == ((0, 0, 32), (1, 32, 16), (2, 48, 4), (3, 52, 4))
     assert table.gemm_shapes[full[0]].modules == ((4, 0, 16), (5, 16, 8), (6, 24, 8))
 
@@ -75,18 +64,18 @@ def test_layers_of_two_kinds_share_the_products_that_are_equal():
 @pytest.mark.parametrize("is_first", [True, False])
 def test_outputs_stand_in_the_order_of_a_layer_whatever_the_order_of_layers(is_first):
     """Of two kinds of layers that have some modules in common, such as Ling 2.6's."""
-    delta = channel_projections(16, 24, 24, 2, 0)
+    delta = mixer_projections(GatedDeltaSpec(2, 2, 12, 12, 1e-6, whole_gates=True), 16)
     latent = (
-        Projection("self_attn.q_proj", Group.MIXER_IN, 16, 16, 2),
-        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, 16, 14, 1),
-        Projection("self_attn.kv_b_proj", Group.KV_UP, 12, 20, 2),
-        Projection("self_attn.o_proj", Group.MIXER_OUT, 8, 16, 2),
+        Projection("self_attn.q_proj", "qkv", 16, 16, 2),
+        Projection("self_attn.kv_a_proj_with_mqa", "qkv", 16, 14, 1),
+        Projection("self_attn.kv_b_proj", Role.KV_UP, 12, 20, 2),
+        Projection("self_attn.o_proj", "o", 8, 16, 2, is_row_parallel=True),
     )
-    gate = Projection("self_attn.g_proj", Group.MIXER_IN, 16, 2, 2)
+    gate = Projection("self_attn.g_proj", "qkv", 16, 2, 2)
     table = Projections((delta, (*latent, gate)) if is_first else ((*latent, gate), delta))
     for layer, projections in enumerate(table.layers):
-        own = [(table.id(each.name), each.outputs) for each in projections if each.group is Group.MIXER_IN]
-        assert own == [(module, width) for module, _, width in table.columns(layer, Group.MIXER_IN)]
+        own = [(table.id(each.name), each.outputs) for each in projections if each.product == "qkv"]
+        assert own == [(module, width) for module, _, width in table.columns(layer, "qkv")]
 
 
 def test_sums_count_the_layers_that_have_a_projection():
@@ -103,12 +92,10 @@ def test_projections_of_one_name_must_be_equal():
         Projections((attention_projections(16, 2, 1, 8), attention_projections(16, 4, 1, 8)))
 
 
-def test_projections_of_a_group_must_have_one_input():
-    layer = (*TINY.layers[0], Projection("mlp.down_2", Group.DOWN, 6, 16, 1))
-    with pytest.raises(ValueError, match="DOWN have no common input"):
+def test_projections_of_a_product_must_have_one_input():
+    layer = (*TINY.layers[0], Projection("mlp.down_2", "down", 6, 16, 1, is_row_parallel=True))
+    with pytest.raises(ValueError, match="down have no common input"):
         _ = Projections((layer,)).gemm_shapes
-    with pytest.raises(ValueError, match="no projection of the group DOWN"):
-        _ = Projections((TINY.layers[0][:-1],)).gemm_shapes
 
 
 def test_a_table_is_a_value():
@@ -134,13 +121,8 @@ def test_ranks_share_units(size):
     assert first == [slice(0, 8), slice(0, 8), slice(8, 16), slice(8, 16)], "two ranks have each of two heads"
 
 
-def test_the_native_library_knows_whose_inputs_ranks_share():
-    found = {group for group in (*LAYER_GROUPS, *FURTHER_GROUPS) if Projection("a.b", group, 8, 8, 8).is_row_parallel}
-    assert found == set(ROW_PARALLEL)
-
-
 def test_ranks_add_up_what_is_wider_than_the_residual_stream():
-    layer = scan_projections(hidden=16, size=32, rank=4, state=20, blocks=2)
+    layer = mixer_projections(SelectiveScanSpec(32, state_size=20, rank=4, head_dim=16), 16)
     assert Projections((layer,)).summed == {16, 44}
 
 
@@ -168,5 +150,5 @@ def test_slabs_of_a_layer_hold_only_what_it_has():
 
 
 def test_linear_attention_is_one_product_of_four():
-    table = Projections((linear_projections(16, 8, 16, 2, 4) + TINY.layers[0][4:],))
+    table = Projections((mixer_projections(DELTA, 16) + TINY.layers[0][4:],))
     assert [len(each.modules) for each in table.gemm_shapes] == [4, 1, 2, 1]

@@ -27,7 +27,7 @@ from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layer_projections import gated_projections
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import Group, Projections
+from chorus.memory.pages.projections import Projections
 from chorus.ops.cpu import native
 from chorus.ops.elementwise.float8_kv import DTYPE as FLOAT8
 from chorus.ops.elementwise.float8_kv import KvScales, rounded
@@ -259,11 +259,11 @@ class Model:
         has_ranks: bool = False,
     ) -> dict[str, Any]:
         """The fields of a native model that say what its layers compute."""
-        kind, weights = self.kind, list(map(native_layer, weights, specs))
-        shapes = table.gemm_shapes, table.gemm_shape_in
-        program = NativeProgram(
-            [composed(spec, kind.norm, kind.hidden).program for spec in specs], kind.hidden, table, has_ranks=has_ranks
-        )
+        kind = self.kind
+        written = [composed(spec, kind.norm, kind.hidden) for spec in specs]
+        weights = [native_layer(*each, own.slots) for *each, own in zip(weights, specs, written, strict=True)]
+        shapes = table.gemm_shapes, table.gemm_shape_of
+        program = NativeProgram([each.program for each in written], kind.hidden, table, has_ranks=has_ranks)
         scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
         ops = program.ops(layer_bindings(specs, weights, Tables.of(specs, positions), kv_scales=scales))
         own = {"num_layers": len(specs), "ops": ops, "registers": program.registers}
@@ -314,7 +314,7 @@ class Model:
         before = kind.norms is not Norms.AFTER and kind.norms not in BEHIND
         after = kind.norms in (Norms.AFTER, Norms.AROUND, Norms.BEHIND)
         every = kind.head_norm in (HeadNorm.ALL, HeadNorm.OWN)
-        inputs = sum(each.outputs for each in self.table.layers[0] if each.group is Group.MIXER_IN)
+        inputs = sum(each.outputs for each in self.table.layers[0] if each.product == "qkv")
         own, up = kind.head_norm not in (None, HeadNorm.BARE), ffn * (1 + kind.is_gated)
         return Weights(
             self._norm(before),
@@ -640,7 +640,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
     """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
     every_head = kind.head_norm in (HeadNorm.ALL, HeadNorm.OWN)
-    inputs = [each.outputs for each in kind.table().layers[0] if each.group is Group.MIXER_IN]
+    inputs = [each.outputs for each in kind.table().layers[0] if each.product == "qkv"]
     ups = (kind.ffn,) * (1 + kind.is_gated)
 
     def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from chorus.core.model.lora.lora_state import rows_in
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layer_projections import model_projections
-from chorus.memory.pages.projections import Group, Projections
+from chorus.memory.pages.projections import Projections, Role
 from chorus.ops.cpu import native
 from chorus.ops.library import native_library, native_model
 from chorus.ops.lora.sgmv import AdapterRows, Segments
@@ -86,10 +86,10 @@ class Headed:
             vocab=self.vocab,
             embed=self._random(self.vocab, hidden, scale=1.0),
             lm_head=native_model.pack(self.head),
-            embed_module=modules.of_group(Group.EMBEDDING),
-            head_module=modules.of_group(Group.HEAD),
-            embed_rows_module=modules.of_group(Group.EMBEDDING_ROWS),
-            head_rows_module=modules.of_group(Group.HEAD_ROWS),
+            embed_module=modules.of_role(Role.EMBEDDING),
+            head_module=modules.of_role(Role.HEAD),
+            embed_rows_module=modules.of_role(Role.EMBEDDING_ROWS),
+            head_rows_module=modules.of_role(Role.HEAD_ROWS),
         )
 
     def step(

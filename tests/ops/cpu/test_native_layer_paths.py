@@ -132,8 +132,8 @@ def test_merged_weights_are_computed_alike(kind):
     merged = []
     for index, layer in enumerate(weights.packed() for weights in model.weights):
         parts = {name: torch.empty_like(layer[name]) for name in ("qkv", "o", "gate_up", "down")}
-        for group, (name, out) in enumerate(parts.items()):
-            decoder.merge(index, group, model.rows[adapter], layer[name], out)
+        for name, out in parts.items():
+            decoder.merge(index, name, model.rows[adapter], layer[name], out)
         merged.append(layer | parts)
     decoder.use_merged(model.program(model.specs, model.table, merged, LENGTH)["ops"])
     found = step(decoder, model, [(tokens, pages, 0, LENGTH, None)], merged=True)[0]

@@ -220,12 +220,12 @@ def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -
     for part in parts:
         part._blocks.clear()  # noqa: SLF001 - found for other pages
     for index, layer in enumerate(layers):
-        for group, name in enumerate(LAYER_MATRICES):
+        for name in LAYER_MATRICES:
             here = [part for part in parts if part.first_elem[index] >= 0]
-            here = [part for part in here if any(part.a_offset[module] >= 0 for module in lora.modules(index, group))]
+            here = [part for part in here if any(part.a_offset[module] >= 0 for module in lora.modules(index, name))]
             if here:
                 out = torch.full_like(unpack(origin := layer[name]), float("nan"))
-                assert decoder.merge(index, group, here, origin, out) < 10
+                assert decoder.merge(index, name, here, origin, out) < 10
                 layer = {**layer, name: out}
         layers[index] = layer
     return layers

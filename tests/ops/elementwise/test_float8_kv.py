@@ -93,7 +93,7 @@ def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> na
         ops=[op for op in ops if op.kind != "Norm"],
         registers=program.registers,
         gemm_shapes=table.gemm_shapes,
-        gemm_shape_of=table.gemm_shape_in,
+        gemm_shape_of=table.gemm_shape_of,
         block_tokens=1,
         arena=torch.zeros(tokens, 2 * size // values.itemsize, dtype=values.dtype),
         float8_kv=True,

@@ -189,13 +189,13 @@ def test_merged_weights_are_the_dequantised_ones_with_the_adapter(level, dtype, 
     adapter = model.add_adapter()
     model.quantise(bits, group, zeros)
     decoder, packed = native.NativeDecoder(model.native(16), 2), model.weights[0].packed()
-    for name, place in (("qkv", 0), ("down", 3)):
+    for name in ("qkv", "down"):
         weights = getattr(model.weights[0], name)
         origin = packed[name]
         out = torch.empty(
             -(-len(weights) // 32), weights.shape[1] * dtype.itemsize // 4, 32, 4 // dtype.itemsize, dtype=dtype
         )
-        growth = decoder.merge(0, place, model.rows[adapter], origin, out)
+        growth = decoder.merge(0, name, model.rows[adapter], origin, out)
         assert 0 < growth < 10
         found = out.transpose(1, 2).flatten(2).flatten(0, 1)[: len(weights)]
         names = ("q", "k", "v") if name == "qkv" else ("down",)

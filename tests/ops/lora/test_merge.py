@@ -56,16 +56,16 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
     lora = LoraState(executor.config, executor.arena.pages)
     widths = {name: shape[1] for name, shape in zip(LAYER_MATRICES, native_shapes(executor.config), strict=True)}
     for layer in range(LAYERS):
-        for group, name in enumerate(LAYER_MATRICES):
+        for name in LAYER_MATRICES:
             here = [part for part in parts if part.first_elem[layer] >= 0]
             origin = executor.decoder.layers[layer][name]
             out = torch.full_like(unpack(origin), float("nan"))
             with torch.inference_mode():
-                growth = executor.decoder.merge(layer, group, here, origin, out)
+                growth = executor.decoder.merge(layer, name, here, origin, out)
             want = unpacked(origin).double()
             before = want.norm(dim=1)
             for part in here:
-                for module, column, width in lora._groups[layer][group]:  # noqa: SLF001 - where modules lie
+                for module, column, width in lora.columns(layer, name):
                     a, b = part.matrices(executor.arena.pages, layer, module, widths[name], width)
                     if a is not None:
                         want[column : column + width] += part.scale * b.double().T @ a.double()
@@ -99,7 +99,9 @@ def test_threads_leave_no_trace_in_a_matrix(base, dtype):
         step.logits(dtype, "native", threads)
         decoder = step.base.executor(dtype, "native", threads).decoder
         out = torch.empty_like(unpack(decoder.layers[0]["gate_up"]))
-        decoder.merge(0, 2, [part for part in parts if part.first_elem[0] >= 0], decoder.layers[0]["gate_up"], out)
+        decoder.merge(
+            0, "gate_up", [part for part in parts if part.first_elem[0] >= 0], decoder.layers[0]["gate_up"], out
+        )
         found.append(out)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -114,7 +116,7 @@ def test_what_is_not_finite_is_told(base, kernels):
     layer = next(layer for layer in range(LAYERS) if part.first_elem[layer] >= 0)
     origin = decoder.layers[layer]["qkv"]
     huge = replace(part, scale=3e38)
-    assert decoder.merge(layer, 0, [huge], origin, torch.empty_like(unpack(origin))) == float("inf")
+    assert decoder.merge(layer, "qkv", [huge], origin, torch.empty_like(unpack(origin))) == float("inf")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

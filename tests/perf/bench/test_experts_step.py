@@ -10,7 +10,7 @@ import torch
 
 from chorus.core.model.moe import experts as mixture
 from chorus.core.model.moe.mixture_lora import MixtureLora
-from chorus.memory.pages.projections import Group
+from chorus.memory.pages.projections import Role
 from chorus.ops.library import native_library
 from chorus.ops.moe.expert_gemms import Matrix
 from chorus.perf.bench import experts_step
@@ -58,7 +58,7 @@ def test_each_row_has_an_adapter_of_its_own_on_router_and_experts(monkeypatch):
     assert {token for _, token in seen} == {0, 1, 2}
     assert len(seen) == 2 * 3 * SMALL.per_token, "gate and up, and down, of each expert that a row goes to"
     logits = torch.zeros(3, SMALL.count)
-    adapters.of(1).add(Group.ROUTER, logits, torch.ones(3, SMALL.hidden))
+    adapters.of(1).add(Role.ROUTER, logits, torch.ones(3, SMALL.hidden))
     assert len({tuple(row) for row in logits.tolist()}) == 3, "equal rows have other adapters"
     assert logits.any(1).all()
 

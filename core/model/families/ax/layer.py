@@ -40,9 +40,9 @@ class AxLayer(DecoderLayer):
         if name not in self.gated:
             return n
         slot, path = f"{_PARTS[name]}_gates", f"norm_gates.{name}"
-        low = b.linear(f"{slot}_down", n, "l", Proj(f"{path}.fc1", self.rank))
+        low = b.linear(f"{slot}_down", n, "l", Proj(f"{path}.fc1", self.rank), merges=False)
         low = b.gate(low, low)  # that is silu
-        return b.gate(n, b.linear(f"{slot}_up", low, "l", Proj(f"{path}.fc2", b.hidden)))
+        return b.gate(n, b.linear(f"{slot}_up", low, "l", Proj(f"{path}.fc2", b.hidden), merges=False))
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
         """See `DecoderLayer.outputs`."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .....memory.pages.projections import Group
 from ...compose.attention import attend, attention_in, heads, project
 from ...compose.build import Build, Value
 from ...compose.decoder_layer import DecoderLayer
-from ...compose.mixers import mixer_in, mixer_out, mixer_weights, products
+from ...compose.mixers import mixer_in, mixer_out, mixer_weights, product
 from ...program.ops.mix import Mix
 from ...program.ops.rows import Scale
 from ...specs.recurrent import RecurrentSpec
@@ -84,7 +83,7 @@ class FalconH1Layer(DecoderLayer):
         r = mixer_in(b, beside.mixer, b.scale(n, beside.in_factor, "r"), "beside_in", "r")
         if not beside.section_factors:
             return r
-        (inputs,) = products(b, beside.mixer, Group.MIXER_IN)
-        rows = rows_of(inputs.of(Group.MIXER_IN, b.hidden))
+        (inputs,) = product(b, beside.mixer, "in")
+        rows = rows_of(inputs.of("beside_in", b.hidden))
         made = SlotTensor("", (r.width,), rows, made=beside.section_factors)
         return b.put(Scale(r, r, weight=b.weight("beside_factors", made)), r.width)

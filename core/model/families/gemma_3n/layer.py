@@ -123,8 +123,8 @@ class Gemma3nLayer(DecoderLayer):
     def _low_rank(self, b: Build, own: AltUpSpec, p: Value, o: Value) -> None:
         """Add what is added beside attention; see `AltUpSpec.rank`."""
         n = self.normed(b, "attention_norm", p)
-        low = b.linear("low_rank_down", n, "l", Proj("laurel.linear_left", own.rank))
-        low = b.linear("low_rank_up", low, "l", Proj("laurel.linear_right", b.hidden))
+        low = b.linear("low_rank_down", n, "l", Proj("laurel.linear_left", own.rank), merges=False)
+        low = b.linear("low_rank_up", low, "l", Proj("laurel.linear_right", b.hidden), merges=False)
         low = b.sum(n, b.norm("low_rank_norm", low, "l", path="laurel.post_laurel_norm"), "l")
         b.put(Add(o, low), b.hidden)
         b.put(Scale(o, o, 2**-0.5, in_place=True), b.hidden)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .....memory.pages.projections import Group
+from .....memory.pages.projections import Role
 from .....ops.mixers.conv_place import ConvPlace
 from ...compose.attention import attention_in, attention_out
 from ...compose.build import Build, Proj, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.mixers import mixer_weights
-from ...compose.mixtures import listed_experts, mixture_weights, small
+from ...compose.mixtures import listed_experts, mixture_weights, projections_of, small
 from ...compose.parts import dense
 from ...program.op import Read, View
 from ...program.ops.attend import TakeRelative
@@ -90,8 +90,8 @@ class InklingLayer(DecoderLayer):
         b.part(at, listed_experts)
         small(b, "scale", "mlp.gate.global_scale", 1)
         b.weight(f"{at}.router", SlotTensor(SINK_ROUTER, (spec.sinks, b.hidden)), keep=Keep.FLOAT32)
-        for name, group in (("gate_up", Group.EXPERT_GATE_UP), ("down", Group.EXPERT_DOWN)):
-            each_of = (each.of_expert(it) for it in range(spec.sinks) for each in own if each.group is group)
+        for name, role in (("gate_up", Role.EXPERT_GATE_UP), ("down", Role.EXPERT_DOWN)):
+            each_of = (each.of_expert(it) for it in range(spec.sinks) for each in projections_of(own, role))
             named = (replace(each, path=each.path.replace("mlp.experts.", "mlp.sink_experts.")) for each in each_of)
             b.weight(f"{at}.{name}", *map(weight_tensor, named), keep=Keep.EXPERT, count=spec.sinks)
         return b.reduce(b.put(MoeWithSinks(rows, "y", spec), b.hidden))

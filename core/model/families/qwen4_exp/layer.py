@@ -94,13 +94,13 @@ class GatedStreamsLayer(DecoderLayer):
         norm = b.vector(f"{part}_streams_norm", f"{path}_norm.weight", width)
         n = b.put(NormStreams("hn", norm, b.norm_spec), width)
         give = (Proj(f"{path}_give", own.count),) if gives else ()
-        found = b.linear(f"{_SLOTS[part]}_down", n, "hd", Proj(f"{path}_down", own.rank), *give)
+        found = b.linear(f"{_SLOTS[part]}_down", n, "hd", Proj(f"{path}_down", own.rank), *give, merges=False)
         low = b.put(Scale(View(found, 0, own.rank, copied=True), "hl", 1 / own.count), own.rank)
         low = b.gate(low, low)  # that is silu
         if gives:
             numbers = Value("give", own.count, kind="wide")
             b.put_all(StreamNumbers(View(found, own.rank), numbers, own.count), numbers)
-        up = b.linear(f"{_SLOTS[part]}_up", low, "hu", Proj(f"{path}_up", width))
+        up = b.linear(f"{_SLOTS[part]}_up", low, "hu", Proj(f"{path}_up", width), merges=False)
         return b.put(MeanOfGated(up, n, "p", own.count), b.hidden)
 
     def _look_up(self, b: Build, spec: NgramSpec) -> None:
@@ -110,7 +110,8 @@ class GatedStreamsLayer(DecoderLayer):
         b.part(LOOKUP, partial(_lookup_weights, spec))
         b.weight(LOOKUP_TABLE, SlotTensor(TABLE, spec.table_shape), keep=Keep.TABLE)
         e = b.put(LookUp("e", spec), spec.width)
-        kv = b.linear("lookup_in", e, "kv", Proj("ple.key_proj", spec.channels), Proj("ple.value_proj", b.hidden))
+        key, value = Proj("ple.key_proj", spec.channels), Proj("ple.value_proj", b.hidden)
+        kv = b.linear("lookup_in", e, "kv", key, value, merges=False)
         for name in ("norm_key", "norm_query", "norm_conv"):
             b.vector(f"lookup_{name}", f"ple.{name}.weight", self.gates.count * b.hidden)
         taken, normed = Value("gv", spec.channels), Value("gn", spec.channels)

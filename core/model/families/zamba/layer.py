@@ -64,7 +64,8 @@ class ZambaLayer(DecoderLayer):
             n = b.norm("block_norm", b.concat("xe", b.x, Value(EMBEDDED, b.hidden)))
             x = attention_in(b, a, n)
         if block.heads_rank:
-            x = b.sum(x, _own_heads(b, a, n, block.heads_rank), "in")
+            with b.stored_in(block.first):
+                x = b.sum(x, _own_heads(b, a, n, block.heads_rank), "in")
         with b.shared_with(block.first):
             q, _ = heads(b, a, x)
             return b.reduce(project(b, a, attend(b, a, q)))
@@ -73,11 +74,12 @@ class ZambaLayer(DecoderLayer):
         with b.span("mlp"):
             with b.shared_with(block.first):
                 rows = b.norm("mlp_norm", y)
-                gu = gate_up(b, dense, rows)
+                gu = gate_up(b, dense, rows, is_alone=not block.mlp_rank)
             if block.mlp_rank:
-                low = b.linear("place_mlp_down", rows, "low", Proj("mlp.place_down", block.mlp_rank))
-                up = Proj("mlp.place_up", 2 * dense.size, dense.size, sections=(dense.size, dense.size))
-                gu = b.sum(gu, b.linear("place_mlp_up", low, "gl", up), "gu")
+                with b.stored_in(block.first):
+                    low = b.linear("place_mlp_down", rows, "low", Proj("mlp.place_down", block.mlp_rank))
+                    up = Proj("mlp.place_up", 2 * dense.size, dense.size, sections=(dense.size, dense.size))
+                    gu = b.sum(gu, b.linear("place_mlp_up", low, "gl", up), "gu")
             with b.shared_with(block.first):
                 return down(b, dense, activated(b, dense, gu))
 

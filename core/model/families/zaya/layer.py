@@ -84,14 +84,14 @@ class ZayaLayer(DecoderLayer):
     def _routed(self, b: Build, rows: Value, size: int) -> Value:
         """What a small network makes of these rows and of what that of the layer before began with."""
         at, activation = "mlp.router", UngatedActivation.GELU
-        low = b.linear("router_down", rows, "rl", Proj(f"{at}.down_proj", size, bias=True))
+        low = b.linear("router_down", rows, "rl", Proj(f"{at}.down_proj", size, bias=True), merges=False)
         before = weight = None
         if not self.is_first:
             before, weight = ROUTED, b.vector("routed_scale", f"{at}.states_scale", size, Keep.PLAIN)
         low = b.put(CarryRouted(low, before, weight, b.lasting(ROUTED, size)), size)
         found = b.norm("routed_norm", low, "rn", path=f"{at}.norm")
         for slot, name in (("router_first", "fc1"), ("router_second", "fc2")):
-            found = b.linear(slot, found, "rh", Proj(f"{at}.{name}", size, bias=True))
+            found = b.linear(slot, found, "rh", Proj(f"{at}.{name}", size, bias=True), merges=False)
             found = b.activate(found, activation, "rh")
         return found
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .....memory.pages.projections import Group
+from .....memory.pages.projections import Role
 from ..op import Op, Read, name_of
 from .rows import Activate, Scale
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gemm(Op):
-    """`out = x · wᵀ + bias` of the projections of a group, side by side, and what adapters add to them. With `silu` (a
+    """`out = x · wᵀ + bias` of a product's projections, side by side, and what adapters add to them. With `silu` (a
     peephole's), out is `silu(gate) · up` of the two halves of that.
     """
 
@@ -30,10 +30,12 @@ class Gemm(Op):
     SLOTS = ("weight",)
     ROUNDED = True
 
-    group: Group
     x: Read
     out: str
+
     weight: str
+    """The slot of its matrices, and the product's name."""
+
     silu: bool = False
 
     @property
@@ -43,13 +45,13 @@ class Gemm(Op):
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
-        from .....memory.pages.projections import LAYER_GROUPS
         from .....ops.elementwise.elementwise import silu_and_mul
         from ...batch import GemmBackend
+        from ...lora.step_lora import OFFLOADED
         from ...nvtx_spans import span
         from ..torch_gemm import SPANS, backend_for, multiply
 
-        """A GEMM with what adapters add, gated or not; in one launch but for shrink where the backend has that."""
+        # with what adapters add, gated or not; in one launch but for shrink where the backend has that
         read, index, slot, bias_slot, out, silu = (
             at.reader(self.x),
             at.index,
@@ -58,8 +60,8 @@ class Gemm(Op):
             self.out,
             self.silu,
         )
-        group, offloads = int(self.group), self.group in LAYER_GROUPS
-        base_name, lora_name = SPANS.get(group, (self.group.name.lower(), f"lora.{self.group.name.lower()}"))
+        gemm, offloads = at.gemm(slot), slot in OFFLOADED
+        base_name, lora_name = SPANS.get(slot, slot), f"lora.{slot}"
 
         def run(step: Step) -> None:
             names, weights, lora, shrunk = step.names, step.layers[index], step.batch.lora, None
@@ -67,16 +69,16 @@ class Gemm(Op):
             backend = backend_for(step.batch.backends, weight, bias, silu=silu)
             if lora is not None:
                 if offloads:
-                    lora.offload(group, x, index)
+                    lora.offload(gemm, x, index)
                 if backend is GemmBackend.EXPANDED:
                     with span(lora_name):
-                        shrunk = lora.shrink(group, x, index)
+                        shrunk = lora.shrink(gemm, x, index)
             is_added = lora is None or shrunk is not None
             with span(base_name):
                 y = multiply(backend, x, weight, bias, gate=silu and is_added, shrunk=shrunk)
             if lora is not None and shrunk is None:
                 with span(lora_name):
-                    lora.add(group, y, x, index)
+                    lora.add(gemm, y, x, index)
                 y = silu_and_mul(y) if silu else y
             names[out] = y
 
@@ -86,12 +88,12 @@ class Gemm(Op):
         """See `Op.native`."""
         from ..native_binding import weight_of
 
-        if self.group is Group.INPUTS:
-            module, inputs, outputs = to.model_product(self.group)
+        if self.weight == Role.INPUTS:
+            module, inputs, outputs = to.model_product(Role.INPUTS)
             own = {"inputs": inputs, "outputs": outputs, "module": module, "w": weight_of(self.weight)}
             to.emit("Multiply", x=to.read_rounded(at, self.x), out=to.held_as(to.written(at)), **own)
             return
-        if self.group is Group.GATE_UP and self._gate_up(to, at):
+        if self._gate_up(to, at):
             return
 
         def emit(out: Held, added: bool) -> None:
@@ -102,7 +104,7 @@ class Gemm(Op):
     def _arguments(self, to: Lowering, at: int, out: Held, *, accumulate: bool) -> dict[str, Any]:
         from ..native_binding import weight_of
 
-        own = {"accumulate": int(accumulate), "shape": to.gemm_shape(self.group)[0], "layer": to.index}
+        own = {"accumulate": int(accumulate), "shape": to.gemm_shape(self.weight)[0], "layer": to.index}
         x, weights = to.read_rounded(at, self.x), {"w": weight_of(self.weight), "bias": weight_of(self.bias)}
         number = to.next_product()
         to.arrive()
@@ -110,12 +112,13 @@ class Gemm(Op):
 
     def _gate_up(self, to: Lowering, at: int) -> bool:
         """List gate, up and their activation as one op; False if something else comes between them."""
-        last, factor = at + 1, 1.0
-        scale = to.ops[last]
+        last, factor, scale = at + 1, 1.0, to.next(at)
         if isinstance(scale, Scale) and scale.in_place and scale.weight is None and name_of(scale.x) == self.out:
             last, factor = last + 1, scale.factor
-        activate = to.ops[last]
+        activate = to.next(last - 1)
         if not isinstance(activate, Activate) or activate.x != self.out:
+            return False
+        if len(to.readers(to.written(at))) > last - at:  # others read it, too
             return False
         act = to.rounded(to.written(last))
         gemm = self._arguments(to, at, to.held_as(to.written(at), "Gates"), accumulate=False)
@@ -125,10 +128,10 @@ class Gemm(Op):
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
-        if self.group is Group.INPUTS:
-            return to.model_product(self.group)[2]
-        return to.gemm_shape(self.group)[1].outputs
+        if self.weight == Role.INPUTS:
+            return to.model_product(Role.INPUTS)[2]
+        return to.gemm_shape(self.weight)[1].outputs
 
     def formula(self) -> str:
         """See `Op.formula`."""
-        return f"{self.out} ← gemm[{self.group.name}] {' '.join(map(str, self.reads))}"
+        return f"{self.out} ← gemm[{self.weight}] {' '.join(map(str, self.reads))}"

@@ -18,7 +18,6 @@ from chorus.core.model.specs.feed_forward import GatedSpec
 from chorus.core.model.specs.norms import NormKind, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.slot import Keep
-from chorus.memory.pages.projections import Group
 
 NORM = NormSpec(1e-6)
 ATTENTION = AttentionSpec(4, 2, 16, 0.25, RopeConfig(16))
@@ -27,17 +26,29 @@ ATTENTION = AttentionSpec(4, 2, 16, 0.25, RopeConfig(16))
 def test_a_product_is_an_op_a_slot_and_projections():
     b = Build(32, NORM)
     y = b.linear("qkv", b.norm("attention_norm", b.x), "in", Proj("a", 8, 4), Proj("b", 6, 2, bias=True))
-    assert (y, y.width, b.program.ops[-1]) == ("in", 14, Gemm(Group.MIXER_IN, "n", "in", "qkv"))
+    assert (y, y.width, b.program.ops[-1]) == ("in", 14, Gemm("n", "in", "qkv"))
     assert [(each.path, each.dims, each.units) for each in b.projections] == [("a", (32, 8), 4), ("b", (32, 6), 2)]
     assert [slot.name for slot in b.slots] == ["attention_norm", "qkv", "qkv_bias"]
     assert [each.made for each in b.slots[-1].tensors] == [(0.0,), ()]
     assert b.biased == {"b"}
 
 
-def test_what_ranks_sum_is_said_where_it_is_multiplied():
+def test_what_ranks_sum_and_what_is_never_merged_is_said_where_it_is_multiplied():
     b = Build(32, NORM)
-    with pytest.raises(AssertionError, match="o is one of ranks' sums"):
-        b.linear("o", b.x, "y", Proj("o_proj", 32, 4))
+    y = b.linear("mine", b.x, "y", Proj("mixer.mine", 32, 4), rows=True)
+    b.linear("small", y, "z", Proj("mixer.small", 8), merges=False)
+    mine, small = b.projections
+    assert (mine.product, mine.is_row_parallel, mine.merges, mine.is_replicated) == ("mine", True, True, False)
+    assert (small.product, small.is_row_parallel, small.merges, small.is_replicated) == ("small", False, False, True)
+
+
+@pytest.mark.parametrize("name", ["mine", "other", "head", "inputs", "experts.router", "kv_up"])
+def test_a_product_has_a_name_of_its_own(name):
+    b = Build(32, NORM)
+    b.linear("mine", b.x, "y", Proj("mixer.mine", 32))
+    b.vector("other_bias", "other.bias", 32)
+    with pytest.raises(ValueError, match=f"a layer can't write a product {name!r}"):
+        b.linear(name, b.x, "y", Proj("mixer.other", 32))
 
 
 def test_norms_have_the_tensors_that_their_kind_has():

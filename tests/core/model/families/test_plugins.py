@@ -17,12 +17,14 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.server.cli import command as cli
 
+from ...merging.test_merged import merge
 from ...paths.asked import answers, check_variety, told
 from ...tiny_families import ADAPTERS, Tiny
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "family"
 ARCHITECTURE = "TanhLlamaForCausalLM"
 PROJECT = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())
+GATE_RANK, GATES = 6, ("gates_down", "gates_up")
 ENTRIES = PROJECT["project"]["entry-points"][GROUP]
 
 
@@ -43,16 +45,21 @@ def install(tmp_path, monkeypatch):
 
 
 class Tanh(torch.nn.Module):
-    """The paper's formula."""
+    """The paper's formula, and gates of such a rank."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, rank: int = 0) -> None:
         super().__init__()
+        self.rank = rank
+        if rank:
+            self.gates_down = torch.nn.Linear(hidden, rank, bias=False)
+            self.gates_up = torch.nn.Linear(rank, hidden, bias=False)
         self.alpha = torch.nn.Parameter(torch.rand(1) + 0.5)
         self.weight = torch.nn.Parameter(torch.rand(hidden) + 0.5)
         self.bias = torch.nn.Parameter(torch.randn(hidden) * 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * torch.tanh(self.alpha * x) + self.bias
+        n = self.weight * torch.tanh(self.alpha * x) + self.bias
+        return n * torch.sigmoid(self.gates_up(self.gates_down(n))) if self.rank else n
 
 
 def transformers_model():
@@ -63,7 +70,7 @@ def transformers_model():
     config = LlamaConfig(vocab_size=160, num_key_value_heads=2, initializer_range=0.2, **sizes)
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
-        layer.input_layernorm, layer.post_attention_layernorm = Tanh(64), Tanh(64)
+        layer.input_layernorm, layer.post_attention_layernorm = Tanh(64, GATE_RANK), Tanh(64)
     model.model.norm = Tanh(64)
     return model.eval()
 
@@ -75,7 +82,7 @@ def saved(tmp_path):
 
     root, model = tmp_path / "saved", transformers_model()
     (root / "model").mkdir(parents=True)
-    config = {**model.config.to_dict(), "architectures": [ARCHITECTURE], "dtype": "float32"}
+    config = {**model.config.to_dict(), "architectures": [ARCHITECTURE], "dtype": "float32", "gate_rank": GATE_RANK}
     (root / "model" / "config.json").write_text(json.dumps(config))
     save_file(
         {name: each.contiguous() for name, each in model.state_dict().items()}, root / "model" / "model.safetensors"
@@ -83,7 +90,7 @@ def saved(tmp_path):
     modules = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     for seed, (name, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
-        here = sorted(modules & set(targets))
+        here = sorted(modules & {*targets, *GATES})
         lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=here, init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(deepcopy(model), lora).save_pretrained(root / name)
     return Tiny(root / "model", {name: root / name for name in ADAPTERS}, load)
@@ -111,12 +118,24 @@ def test_the_example_gives_the_tokens_of_transformers_and_peft(install, saved, d
     assert told(driver, want) == want
 
 
+@pytest.mark.parametrize("kernels", ["torch"])
+def test_adapters_on_products_of_its_own_are_merged(install, saved, drive):
+    install(ENTRIES)
+    driver = drive(saved, block_tokens=4, max_num_batched_tokens=16, max_num_seqs=8)
+    want = answers(saved, driver, 4, seed=2)
+    for name in saved.adapters:
+        assert {*GATES} <= {*driver.engine.store.get(name).manifest.targets}
+        merge(driver, name)
+        assert told(driver, want) == want
+
+
 def test_its_layers_are_shown(install, saved, capsys):
     install(ENTRIES)
     assert cli.main(["models", str(saved.model), "--program"]) == 0
     out = capsys.readouterr().out
     assert "n = attention_norm_weight · tanh(attention_norm_alpha · x) + attention_norm_bias" in out
     assert "tanh(last_alpha · x)" in out
+    assert "l ← gemm[tanh_gates_down] n" in out and "64 → 6: gates_down" in out
     assert cli.main(["models"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == [
         *["Llama", "with", "a", "dynamic", "tanh", ARCHITECTURE],

@@ -245,7 +245,7 @@ class TestLayersOfTwoKinds:
 
     def test_launches_are_of_the_layers_products(self, state):
         assert [len(shape.modules) for shape in state.gemm_shapes] == [4, 1, 2, 1, 3, 1]
-        shapes = [tuple(each.values()) for each in state.gemm_shape_in]
+        shapes = [tuple(each.values()) for each in self.TABLE.gemm_shape_of]
         assert shapes == [(0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3)]
 
     def test_sample_adapters_have_all_parts(self, state):

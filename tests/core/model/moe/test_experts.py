@@ -20,7 +20,7 @@ from chorus.core.model.specs.feed_forward import (
     Routing,
     Scoring,
 )
-from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
+from chorus.memory.pages.projections import MIXTURE_ROLES, Role
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import AdapterRows, Segments
 from chorus.ops.moe.expert_gemms import Matrix, pack, unpack
@@ -205,10 +205,10 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
 
 
 COLUMNS = {
-    **dict.fromkeys(MIXTURE_GROUPS, ()),
-    Group.ROUTER: ((0, 0, 16),),
-    Group.EXPERT_GATE_UP: ((1, 0, 40), (2, 40, 40)),
-    Group.EXPERT_DOWN: ((3, 0, HIDDEN),),
+    **dict.fromkeys(MIXTURE_ROLES, ()),
+    Role.ROUTER: ((0, 0, 16),),
+    Role.EXPERT_GATE_UP: ((1, 0, 40), (2, 40, 40)),
+    Role.EXPERT_DOWN: ((3, 0, HIDDEN),),
 }
 WIDTHS = [(HIDDEN, 16), (HIDDEN, 40), (HIDDEN, 40), (40, HIDDEN)]
 SLAB = sum(map(sum, WIDTHS[1:]))
@@ -257,9 +257,9 @@ def test_bits_of_base_rows_do_not_change_beside_adapters_on_experts(dtype, num_r
 
 EVERY_COLUMNS = {
     **COLUMNS,
-    Group.SHARED_GATE: ((4, 0, 1),),
-    Group.SHARED_GATE_UP: ((17, 0, 24), (18, 24, 24)),
-    Group.SHARED_DOWN: ((19, 0, HIDDEN),),
+    Role.SHARED_GATE: ((4, 0, 1),),
+    Role.SHARED_GATE_UP: ((17, 0, 24), (18, 24, 24)),
+    Role.SHARED_DOWN: ((19, 0, HIDDEN),),
 }
 """With numbers of modules for which the native library's descriptors have no room."""
 SHARED_WIDTHS = [(HIDDEN, 1), (HIDDEN, 24), (HIDDEN, 24), (24, HIDDEN)]

@@ -25,7 +25,7 @@ from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
+from chorus.memory.pages.projections import MIXTURE_ROLES, Role
 from chorus.ops.gemm.packed_gemm import pack
 from chorus.ops.lora.sgmv_tables import TablesFull
 from chorus.ops.moe import mixture_tables
@@ -176,7 +176,7 @@ def test_captured_launches_read_the_tables_of_the_present_step():
         return found, want
 
     launches, want = step(0, 1, -1, 2)
-    assert launches.mixture_groups == tuple(map(int, MIXTURE_GROUPS))
+    assert launches.mixture_groups == MIXTURE_ROLES
     for indices in ((0, 1, -1, 2), (1, 1, 2, 0), (-1, -1, -1, 1)):
         _, want = step(*indices)
         found = mix_experts(x, world.stacked, SPEC, launches.mixture(LAYER))
@@ -197,8 +197,8 @@ def test_captured_launches_read_the_tables_of_the_present_step():
 def test_a_step_has_the_launches_of_what_its_adapters_change():
     world = World()
     captured = world.gpu.bucket(2)
-    router, experts = (Group.ROUTER,), (Group.EXPERT_GATE_UP, Group.EXPERT_DOWN)
-    shared = (Group.SHARED_GATE_UP, Group.SHARED_DOWN, Group.SHARED_GATE)
+    router, experts = (Role.ROUTER,), (Role.EXPERT_GATE_UP, Role.EXPERT_DOWN)
+    shared = (Role.SHARED_GATE_UP, Role.SHARED_DOWN, Role.SHARED_GATE)
     for indices, groups in (((0, -1), router + experts), ((1, -1), shared + experts), ((3, -1), ())):
         launches = world.gpu.begin_bucket(world.adapters, list(indices), captured)
         assert launches.mixture_groups == groups
@@ -224,7 +224,7 @@ def test_rows_of_a_decode_step_are_gathered_for_experts_in_one_launch():
     world = World()
     x, chosen = world.rows([(0, 1)] * 3), torch.tensor([[3, 1], [0, 2], [1, 3]])
     world.gpu.begin_bucket(world.adapters, [0, -1, 0], world.gpu.bucket(3))
-    routed = world.gpu.mixture_launches(LAYER, MixtureForm((Group.EXPERT_GATE_UP,))).routed(chosen)
+    routed = world.gpu.mixture_launches(LAYER, MixtureForm((Role.EXPERT_GATE_UP,))).routed(chosen)
     with Operators() as operators:
         rows = routed.gathered(x)
     assert torch.equal(rows, x[[0, 0, 1, 1, 2, 2]])

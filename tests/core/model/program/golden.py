@@ -36,6 +36,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig, UnsupportedModel
 from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.slot import shard_shape
+from chorus.memory.pages.projections import Role
 
 from ....conftest import quiet
 from ... import test_text_parts as text_parts
@@ -121,8 +122,7 @@ def _hash(value: Any) -> str:
 def _facts(config: ModelConfig) -> dict[str, Any]:
     ends, table = end_programs(config), config.projections
     try:
-        inputs = [dict(sorted((int(group), at) for group, at in each.items())) for each in table.gemm_shape_in]
-        gemms: Any = [_plain(table.gemm_shapes), inputs]
+        gemms: Any = [_plain(table.gemm_shapes), _plain(table.gemm_shape_of)]
     except ValueError as error:
         gemms = str(error)
     return {
@@ -179,7 +179,7 @@ def _slots(layer: Any, config: ModelConfig) -> list[dict[str, Any]]:
         own = {name: getattr(each, name) for name in ("path", "shape", "rows", "columns", "made")}
         return {**_plain(own), "shares": _plain(shares), "shapes": shapes}
 
-    names = ("name", "keep", "group", "first_rank", "factor", "count", "shared")
+    names = ("name", "keep", "first_rank", "factor", "count", "shared", "stored_in")
     return [
         {**_plain({name: getattr(each, name) for name in names}), "tensors": list(map(tensor, each.tensors))}
         for each in config.composed(layer).slots
@@ -233,7 +233,7 @@ def _once(every: Iterable[Any]) -> list[dict[str, Any]]:
 def _plain(each: Any) -> Any:
     """A value as JSON has it: specifications by their fields, functions as such."""
     if isinstance(each, enum.Enum):
-        return each.name
+        return each.value if isinstance(each, Role) else each.name
     if isinstance(each, torch.Tensor):
         return [list(each.shape), str(each.dtype), hashlib.sha256(each.numpy().tobytes()).hexdigest()[:12]]
     if isinstance(each, slice):

@@ -15,7 +15,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import ModelConfig
 from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.slot import Keep
-from chorus.memory.pages.projections import Group
+from chorus.memory.pages.projections import Role
 
 from ...tiny_families import EVERY, make_tiny
 
@@ -82,8 +82,8 @@ def test_ops_name_the_weights_of_the_layer(family):
         named = {slot for op in program.ops for slot in op.slots}
         absent = {slot for op in program.ops if isinstance(op, Heads | Attend) for slot in op.slots}
         assert named - absent <= known <= named | {slot for slot in known if slot.endswith("_bias")}
-        matrices = {each.group for each in config.composed(layer).projections if not each.is_of_mixture}
-        assert matrices - {Group.KV_UP} == {op.group for op in program.ops if isinstance(op, Gemm)}
+        matrices = {each.product for each in config.composed(layer).projections if not each.is_of_mixture}
+        assert matrices - {Role.KV_UP} == {op.weight for op in program.ops if isinstance(op, Gemm)}
 
 
 def test_ranks_have_programs_of_their_share():

@@ -52,6 +52,26 @@ def test_every_kind_of_op_is_in_a_geometry(configs):
     assert len(kinds) > 60 and found == kinds
 
 
+def test_columns_of_products_are_in_the_order_of_their_tensors(configs):
+    """And so are the numbers of their modules."""
+    count = 0
+    for path in configs.iterdir():
+        model = golden.model_of(path)
+        table = model.projections
+        for at, layer in enumerate(model.layers):
+            of_path = {each.path: each for each in table.layers[at]}
+            slots = {slot.name: slot for slot in model.composed(layer).slots}
+            for product in table.products(at):
+                if (slot := slots.get(product)) is None or slot.count:  # a router's, or each expert's
+                    continue
+                own = [of_path[tensor.path.removesuffix(".weight")] for tensor in slot.tensors]
+                modules = [(table.id(each.name), each.outputs) for each in own]
+                assert modules == [(module, width) for module, _, width in table.columns(at, product)]
+                assert modules == sorted(modules), (path.name, at, product)
+                count += 1
+    assert count > 2000
+
+
 def _ops(configs):
     for path in configs.iterdir():
         model = golden.model_of(path)

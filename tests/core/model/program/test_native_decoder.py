@@ -57,7 +57,7 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         kind = self.kind
         mixer, feed_forward = self.layers[0].mixer, self.layers[0].feed_forward
-        written = [composed(layer, kind.norm, kind.hidden) for layer in self.layers]
+        written = list(map(self.composed, self.layers))
         around = Build(kind.hidden, kind.norm), Build(kind.hidden, kind.norm)
         self.layers[0].begin(around[0])
         self.layers[0].finish(around[1])
@@ -95,6 +95,9 @@ class Config:
             "programs": [each.program for each in written],
         }
         return names[name] if name in names else getattr(kind, name)
+
+    def composed(self, layer: LayerSpec) -> Build:
+        return composed(layer, self.kind.norm, self.kind.hidden)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         return self.kind.embedding_multiplier

@@ -10,10 +10,9 @@ from chorus.core.model.program.ops.spans import Begin
 from chorus.core.model.program.peepholes import fused, fused_layers
 from chorus.core.model.specs.feed_forward import Activation
 from chorus.core.model.specs.norms import NormSpec
-from chorus.memory.pages.projections import Group
 
 NORM = NormSpec(1e-6)
-GATE_UP = Gemm(Group.GATE_UP, "n", "gu", "gate_up")
+GATE_UP = Gemm("n", "gu", "gate_up")
 
 
 def norm(added: str | None = None) -> Norm:
@@ -29,14 +28,17 @@ def test_a_norm_adds_what_is_added_before_it():
     assert fused(apart) == apart
 
 
-def test_silu_is_computed_with_gate_and_up_alone():
+def test_silu_is_computed_with_the_product_that_nothing_else_reads():
     silu, gelu = (Activate("gu", "f", each) for each in (Activation.SILU, Activation.GELU_TANH))
-    assert fused([GATE_UP, silu]) == [Gemm(Group.GATE_UP, "n", "f", "gate_up", silu=True)]
+    assert fused([GATE_UP, silu]) == [Gemm("n", "f", "gate_up", silu=True)]
     assert fused([GATE_UP, gelu]) == [GATE_UP, gelu]
     scaled = [GATE_UP, Scale("gu", "gu", 0.5), silu]
     assert fused(scaled) == scaled
-    further = [Gemm(Group.INPUT_GATE, "n", "gu", "input_gate"), silu]
-    assert fused(further) == further
+    read_again = [GATE_UP, silu, Add("x", "gu")]
+    assert fused(read_again) == read_again
+    assert fused(again := [GATE_UP, silu], {"gu"}) == again
+    both = [GATE_UP, silu, GATE_UP, silu]
+    assert fused(both) == [Gemm("n", "f", "gate_up", silu=True)] * 2
 
 
 def test_what_a_layer_adds_last_is_added_by_the_next_ones_norm():

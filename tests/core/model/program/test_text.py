@@ -34,7 +34,7 @@ def formulas(path: Path, fields: dict[str, object]) -> list[str]:
     ]
 
 
-MIXER = ["n ← norm x", "in ← gemm[MIXER_IN] n", "q ← heads in", "a ← attend q", "y ← gemm[MIXER_OUT] a"]
+MIXER = ["n ← norm x", "in ← gemm[qkv] n", "q ← heads in", "a ← attend q", "y ← gemm[o] a"]
 ADDED = ["y ← all_reduce y", "x += y"]
 
 
@@ -52,9 +52,9 @@ def test_layers_with_one_program_are_printed_once(tmp_path):
         *MIXER,
         *ADDED,
         "n ← norm x",
-        "gu ← gemm[GATE_UP] n",
+        "gu ← gemm[gate_up] n",
         "f ← activate gu",
-        "y ← gemm[DOWN] f",
+        "y ← gemm[down] f",
         *ADDED,
         "behind the layers:",
         "x ← select x",
@@ -66,7 +66,7 @@ def test_layers_with_one_program_are_printed_once(tmp_path):
 def test_lines_have_shapes_and_kinds(tmp_path):
     formulas(tmp_path, QWEN3_MOE)
     lines = {line.strip() for line in program_lines(read_model_config(tmp_path))}
-    assert "in ← gemm[MIXER_IN] n  64 → 128: q_proj, k_proj, v_proj" in lines
-    assert "y ← moe n              8 experts of 32, 2 for each token by softmax" in lines
-    assert "gu ← gemm[GATE_UP] n   64 → 192: gate_proj, up_proj" in lines
+    assert "in ← gemm[qkv] n  64 → 128: q_proj, k_proj, v_proj" in lines
+    assert "y ← moe n         8 experts of 32, 2 for each token by softmax" in lines
+    assert "gu ← gemm[gate_up] n  64 → 192: gate_proj, up_proj" in lines
     assert {"x ← embed  100 tokens → 64: embed_tokens", "logits ← logits n  64 → 100: lm_head"} <= lines

@@ -9,7 +9,6 @@ import torch
 
 from chorus.core.model.weights import shadow
 from chorus.core.model.weights.shadow import PIECE_BYTES, ShadowWeights
-from chorus.core.model.weights.slots import MERGED_MATRICES
 
 PIECE_SECONDS, BYTE_SECONDS = 0.004, 1e-9
 
@@ -29,15 +28,15 @@ class Slow(ShadowWeights):
         self.clock, self.log = clock, []
         self.pages = torch.full((sum(-(-size // PIECE_BYTES) for size in pieces), PIECE_BYTES // 4), 7.0)
         self.origins = [torch.empty(1, size // 4) for size in pieces]
-        layer = dict.fromkeys(MERGED_MATRICES.values())
+        layer: dict[str, None] = {}
         model = SimpleNamespace(
             layers=[layer],
             merge=self.make,
-            merged_form=lambda layer, group: (self.origins[group].shape, torch.float32),
+            merged_form=lambda layer, product: (self.origins[int(product)].shape, torch.float32),
             use_merged=lambda layers: None,
         )
         layout = SimpleNamespace(page_elems=PIECE_BYTES // 4)
-        lora = SimpleNamespace(in_layers=SimpleNamespace(rows_of=lambda adapter: []), modules=lambda layer, group: [])
+        lora = SimpleNamespace(in_layers=SimpleNamespace(rows_of=lambda adapter: []), modules=lambda layer, product: [])
         super().__init__(model, SimpleNamespace(pages=self.pages, layout=layout), lora)
         start, runs = 0, []
         for size in pieces:
@@ -46,21 +45,21 @@ class Slow(ShadowWeights):
         self.begin(SimpleNamespace(manifest=SimpleNamespace(vectors=(), modules=None)), runs)
 
     def _targets(self, adapter):
-        return [(0, group) for group in range(len(self.origins))]
+        return [(0, f"{product}") for product in range(len(self.origins))]
 
-    def _origin(self, layer, group):
-        return self.origins[group]
+    def _origin(self, layer, product):
+        return self.origins[int(product)]
 
     def _touch(self, matrix):
         self.clock.now += PIECE_SECONDS
         self.log.append("piece")
         return super()._touch(matrix)
 
-    def make(self, layer, group, parts, origin, place):
+    def make(self, layer, product, parts, origin, place):
         if place.numel() * 4 > PIECE_BYTES:
             assert (place.view(-1)[::1024] == 0).all(), "each page has been written"
         self.clock.now += place.numel() * 4 * BYTE_SECONDS
-        self.log.append(f"matrix {group}")
+        self.log.append(f"matrix {product}")
         return 1.0
 
     def pauses(self, seconds):
