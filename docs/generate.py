@@ -375,10 +375,10 @@ def class_defaults(name: str) -> dict[str, Any]:
             found[field.name] = field.default_factory()
     rope = config_class().to_dict().get("rope_parameters") or {}
     if "rope_theta" in rope:
-        found["rope_theta"] = rope["rope_theta"]
+        found["rope_theta"] = config_class.default_theta  # where an object leaves it out
         if (share := rope.pop("partial_rotary_factor", None)) is not None:
             found["partial_rotary_factor"] = share
-        if rope["rope_type"] != "default":
+        if rope != {"rope_type": "default", "rope_theta": config_class.default_theta}:
             found["rope_parameters"] = rope
     return json.loads(json.dumps(found))
 

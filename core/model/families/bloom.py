@@ -18,7 +18,7 @@ from ..specs.feed_forward import UngatedActivation, UngatedSpec
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading
-from .defaults import TOKENS, Defaults
+from .defaults import TOKENS, UNREAD, Defaults
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _FUSED = "self_attention.query_key_value"
@@ -122,7 +122,16 @@ MPT = Family(
     ("MptForCausalLM", "MPTForCausalLM"),
     _read_mpt,
     Defaults(
-        "MptConfig", {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 24}, takes=("vocab_size",)
+        "MptConfig",
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "no_bias": UNREAD,
+            "expansion_ratio": UNREAD,
+            "logit_scale": UNREAD,
+        },
+        takes=("vocab_size",),
     ),
     TensorNames(
         prefixes=("transformer.", ""),

@@ -25,12 +25,14 @@ def _read(fields: ConfigJson) -> ModelConfig:
 #: Fields of ropes' bases, and these.
 THETAS = {reading.FULL: ("rope_theta", 1000000.0), reading.SLIDING: ("rope_local_base_freq", 10000.0)}
 
+#: transformers' class has a cap of scores from Gemma 2, which its model leaves out.
+_UNCAPPED = {"attn_logit_softcapping": UNREAD}
 
 GEMMA_3 = Family(
     "Gemma 3",
     ("Gemma3ForCausalLM",),
     _read,
-    Defaults("Gemma3TextConfig", takes=("vocab_size",)),
+    Defaults("Gemma3TextConfig", _UNCAPPED, takes=("vocab_size",)),
     TensorNames(names=AROUND_NORMS),
     nulls=("final_logit_softcapping",),
 )
@@ -38,7 +40,7 @@ GEMMA_3_TEXT = Family(
     "Gemma 3 with images",
     ("Gemma3ForConditionalGeneration",),
     _read,
-    Defaults("Gemma3TextConfig", {"final_logit_softcapping": UNREAD}, takes=("vocab_size",)),
+    Defaults("Gemma3TextConfig", {**_UNCAPPED, "final_logit_softcapping": UNREAD}, takes=("vocab_size",)),
     replace(BESIDE_VISION, names=AROUND_NORMS),
     notes=SEES,
     vision=replace(

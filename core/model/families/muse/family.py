@@ -27,10 +27,6 @@ from .. import reading, rotary
 from ..defaults import TOKENS, Defaults
 from .layer import MuseLayer
 
-#: The base of Spark's rope where `config.json` says nothing of it; with an object that leaves it out, it is
-#: that of other families.
-_THETA = 500_000.0
-
 
 def _read(fields: ConfigJson) -> ModelConfig:
     feed_forward, out_eps = reading.gated(fields, "hidden_activation"), fields.number("post_norm_eps")
@@ -41,8 +37,6 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _read_spark(fields: ConfigJson) -> ModelConfig:
     if fields.integer("hidden_size") % fields.integer("num_attention_heads"):
         raise fields.refuse("hidden_size", "transformers takes multiples of num_attention_heads alone")
-    if all(fields.is_missing(name) for name in ("rope_parameters", "rope_scaling")):
-        fields = fields.with_values({"rope_theta": _THETA})
     routing = Routing(
         1,
         Scoring.SIGMOID,
