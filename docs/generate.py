@@ -8,13 +8,16 @@ models, and what the native decoder lacks of the tests' tiny geometries.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import dataclasses
+import json
 import re
 import sys
 import tempfile
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -324,6 +327,62 @@ def docstring(words: str, indent: str) -> Iterator[str]:
     yield f'{indent}"""'
 
 
+def family_defaults() -> str:
+    """Defaults of the configuration classes of transformers that families name."""
+    from chorus.core.model.families.defaults import FILE
+
+    known = json.loads(FILE.read_text()) if FILE.is_file() else {"transformers": "0", "classes": {}}
+    return with_classes(known, {name for path in FILE.parent.rglob("*.py") for name in named_classes(path)})
+
+
+def with_classes(known: dict[str, Any], names: Collection[str]) -> str:
+    """The text of a file with these classes. known: the file, which stays as it is if a newer transformers wrote it, or
+    if no default has moved since.
+    """
+    import transformers
+    from packaging.version import Version
+
+    version = transformers.__version__
+    if Version(version) >= Version(known["transformers"]):
+        found = {name: class_defaults(name) for name in names}
+        known = known if found == known["classes"] else {"classes": found, "transformers": version}
+    return json.dumps(known, indent=1, sort_keys=True) + "\n"
+
+
+def named_classes(path: Path) -> Iterator[str]:
+    """Configuration classes that a family's file names: what `Defaults` has first."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Defaults":
+            yield ast.literal_eval(node.args[0])
+
+
+#: Fields of configuration classes that say how a model is trained, or what it returns.
+OF_TRAINING = re.compile(r"drop|init|_loss|use_cache|output_router|dtype|pad_token_id")
+
+
+def class_defaults(name: str) -> dict[str, Any]:
+    """Defaults of a configuration class: those of its fields, and of its rope, which it computes."""
+    import transformers
+
+    config_class, found = getattr(transformers, name), {}
+    of_all = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig)}
+    for field in dataclasses.fields(config_class):
+        if field.name in of_all or OF_TRAINING.search(field.name):
+            continue
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    rope = config_class().to_dict().get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        found["rope_theta"] = rope["rope_theta"]
+        if (share := rope.pop("partial_rotary_factor", None)) is not None:
+            found["partial_rotary_factor"] = share
+        if rope["rope_type"] != "default":
+            found["rope_parameters"] = rope
+    return json.loads(json.dumps(found))
+
+
 WRITTEN = {
     "docs/reference/command-line.md": command_line,
     "docs/reference/settings.md": settings,
@@ -331,6 +390,7 @@ WRITTEN = {
     "docs/reference/models.md": models,
     MATRIX: support_matrix,
     "server/library/option_types.py": option_types,
+    "core/model/families/defaults.json": family_defaults,
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from chorus.core.model.families.defaults import FILE
 from chorus.ops.library import native_library
 
 ROOT = Path(__file__).parents[1]
@@ -52,3 +53,8 @@ def test_every_level_that_is_built_is_asked_for():
 )
 def test_what_other_machines_use_is_built_for_all_processors(file):
     assert re.search('CHORUS_BUILD_LEVELS(=|: | = ")all', (ROOT / file).read_text())
+
+
+def test_the_defaults_of_families_are_package_data():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert FILE.name in data["chorus.core.model.families"]

@@ -12,6 +12,7 @@ from ...memory.files.tokens.base_tokens import BaseTokens
 from ..requests.blocks import Blocks
 from .checkpoints.quantization.registry import read_format
 from .config_json import ConfigJson
+from .families.defaults import of_text_alone
 from .families.plugins import plugin
 from .families.registry import FAMILIES, OF_TYPES
 from .families.unserved import UNSERVED
@@ -47,7 +48,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     text = raw
     for name in family.text_part.split("."):
         text = text.text_part(name, has_head=name == family.head_part)
-    text = text.with_defaults(family.defaults if text is raw else {**family.defaults, **family.shape})
+    text = text.with_defaults(of_text_alone(family.defaults) if text is raw else family.defaults)
     for part in (raw, text):
         if part.raw.get("is_causal", True) is not True:  # as of some embedding models
             raise part.refuse("is_causal", "only causal attention is supported")

@@ -17,6 +17,7 @@ from chorus.core.executors.adapters import check_tables
 from chorus.core.executors.base import EngineLimits, ModelExecutor
 from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model.moe import experts as mixture
+from chorus.core.model.moe import listed_experts
 from chorus.core.model.program import native_decoder
 from chorus.core.model.program.op import NoNativeOp
 from chorus.core.model.read_config import read_model_config
@@ -54,13 +55,14 @@ def test_only_the_experts_of_a_step_are_computed(tiny, drive, family, monkeypatc
     driver = drive(it, max_num_seqs=1, prefix_cache=False)
     multiply, choose = mixture.multiply_each, mixture.choose
 
-    def noted(*inputs: Any) -> mixture.Choice:
+    def noted(*inputs: Any) -> mixture.ExpertChoice:
         choice = choose(*inputs)
         counts.append(len(choice.experts.unique()))
         return choice
 
-    monkeypatch.setattr(mixture, "multiply_each", lambda *inputs: seen.append(len(inputs[2])) or multiply(*inputs))
-    monkeypatch.setattr(mixture, "choose", noted)
+    for module in (mixture, listed_experts):
+        monkeypatch.setattr(module, "multiply_each", lambda *inputs: seen.append(len(inputs[2])) or multiply(*inputs))
+        monkeypatch.setattr(module, "choose", noted)
     driver.run("it", None, [5, 6, 7], max_tokens=4)
     spec = driver.executor.rank.config.experts
     # a router's product, and two of each expert

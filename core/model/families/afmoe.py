@@ -17,6 +17,7 @@ from ..specs.feed_forward import Routing, Scoring
 from ..specs.norms import Norms
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import glm_moe, reading, rotary
+from .defaults import Defaults
 
 #: Fields of the first checkpoints, each with the only value that transformers computes.
 _FIXED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "num_expert_groups": 1}
@@ -55,20 +56,7 @@ AFMOE = Family(
     "AFMoE (Trinity)",
     ("AfmoeForCausalLM",),
     _read,
-    {
-        "head_dim": 128,
-        "max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 1024,
-        "global_attn_every_n_layers": 4,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 1408,
-        "num_dense_layers": 1,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
-        "num_shared_experts": 2,
-        "route_scale": 1.0,
-    },
+    Defaults("AfmoeConfig", takes=("intermediate_size",)),
     TensorNames(
         names={
             **{name: given for name, given in glm_moe.NAMES.items() if name.startswith("mlp.")},

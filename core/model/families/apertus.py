@@ -11,10 +11,11 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -37,15 +38,7 @@ APERTUS = Family(
     "Apertus",
     ("ApertusForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 65536,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 12000000.0,
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        },
-    },
+    Defaults("ApertusConfig"),
     TensorNames(names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}),
     nulls=("num_key_value_heads",),
 )  # fmt: skip
@@ -54,6 +47,6 @@ APERTUS_1_5_TEXT = replace(
     title="Apertus 1.5 (text)",
     architectures=("Apertus1p5TextForCausalLM",),
     read=_read_text,
+    defaults=Defaults("Apertus1p5TextConfig"),
     nulls=(*APERTUS.nulls, "output_vocab_size"),
-    shape=text_shape(266752, 4096, 14336, 32, 32),
 )

@@ -10,6 +10,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import NormSpec
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _model(fields: ConfigJson, norm: NormSpec) -> ModelConfig:
@@ -36,20 +37,20 @@ ARCEE = Family(
     "Arcee (AFM)",
     ("ArceeForCausalLM",),
     _read_arcee,
-    {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    Defaults("ArceeConfig"),
     nulls=("head_dim", "num_key_value_heads"),
 )
 NEMOTRON = Family(
     "Nemotron-4 and Minitron",
     ("NemotronForCausalLM",),
     _read_nemotron,
-    {"max_position_embeddings": 4096, "partial_rotary_factor": 0.5},
+    Defaults("NemotronConfig"),
     nulls=("head_dim", "num_key_value_heads"),
 )
 JAIS_2 = Family(
     "Jais 2",
     ("Jais2ForCausalLM",),
     _read_jais,
-    {"max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
+    Defaults("Jais2Config"),
     nulls=("head_dim", "num_key_value_heads"),
 )

@@ -10,10 +10,11 @@ from __future__ import annotations
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Activation, Routing, Scoring
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -34,12 +35,7 @@ ARIA_TEXT = Family(
     "Aria (text)",
     ("AriaTextForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 2048,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_num_shared_experts": 2,
-    },
+    Defaults("AriaTextConfig", {"num_experts": 8, "num_experts_per_tok": 2}),
     TensorNames(
         names={
             **LLAMA_NORMS,
@@ -58,5 +54,4 @@ ARIA_TEXT = Family(
         transposed=True,
     ),
     nulls=("head_dim", "num_key_value_heads"),
-    shape=text_shape(32000, 4096, 4096, 32, 32),
 )

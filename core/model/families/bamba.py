@@ -11,7 +11,8 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
-from .mamba import MAMBA_2_DEFAULTS, mamba_2
+from .defaults import Defaults
+from .mamba import mamba_2
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -30,13 +31,7 @@ BAMBA = Family(
     "Bamba",
     ("BambaForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 262_144,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        **MAMBA_2_DEFAULTS,
-    },
+    Defaults("BambaConfig"),
     TensorNames(
         norm="final_layernorm",
         names={

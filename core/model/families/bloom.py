@@ -18,6 +18,7 @@ from ..specs.feed_forward import UngatedActivation, UngatedSpec
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading
+from .defaults import TOKENS, Defaults
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _FUSED = "self_attention.query_key_value"
@@ -90,24 +91,15 @@ def _slopes_of_mpt(heads: int) -> list[float]:
     return found if higher == heads else (found[1::2] + found[::2])[:heads]
 
 
-_TIED = {"tie_word_embeddings": True}
-
 BLOOM = Family(
     "BLOOM and BLOOMZ",
     ("BloomForCausalLM",),
     _read,
-    {
-        **_TIED,
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 2,
-        "vocab_size": 250880,
-        "apply_residual_connection_post_layernorm": False,
-        "slow_but_exact": False,
-        "pretraining_tp": 1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    Defaults(
+        "BloomConfig",
+        {"num_attention_heads": 8, "num_hidden_layers": 2},
+        takes=("hidden_size", "vocab_size", *TOKENS),
+    ),
     TensorNames(
         prefixes=("transformer.", ""),
         norm="ln_f",
@@ -129,14 +121,9 @@ MPT = Family(
     "MPT",
     ("MptForCausalLM", "MPTForCausalLM"),
     _read_mpt,
-    {
-        **_TIED,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "max_seq_len": 2048,
-        "vocab_size": 50368,
-    },
+    Defaults(
+        "MptConfig", {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 24}, takes=("vocab_size",)
+    ),
     TensorNames(
         prefixes=("transformer.", ""),
         norm="norm_f",

@@ -16,13 +16,14 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.layers import LayerSpec
 from ..specs.norms import NormKind, Norms, NormSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
 from . import glm_moe, reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -161,52 +162,26 @@ COHERE = Family(
     "Command R and R+, Aya 23 and Aya Expanse",
     ("CohereForCausalLM",),
     _read_1,
-    {
-        "max_position_embeddings": 8192,
-        "layer_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "logit_scale": 0.0625,
-        "tie_word_embeddings": True,
-    },
+    Defaults("CohereConfig"),
     TensorNames(
         names={"attention_norm": "input_layernorm"},
         wrapped=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
     ),
     nulls=("num_key_value_heads", "use_qk_norm"),
-    shape=text_shape(256000, 8192, 22528, 40, 64),
 )
 COHERE_2 = Family(
     "Command R7B and Command A",
     ("Cohere2ForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 8192,
-        "layer_norm_eps": 1e-5,
-        "sliding_window": 4096,
-        "logit_scale": 0.0625,
-        "tie_word_embeddings": True,
-    },
+    Defaults("Cohere2Config"),
     TensorNames(names={"attention_norm": "input_layernorm"}),
     nulls=("num_key_value_heads",),
-    shape=text_shape(256000, 8192, 22528, 40, 64),
 )
 COHERE_2_MOE = Family(
     "Cohere 2 MoE",
     ("Cohere2MoeForCausalLM",),
     _read_experts,
-    {
-        **COHERE_2.defaults,
-        "head_dim": 128,
-        "intermediate_size": 22528,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_shared_experts": 0,
-        "shared_expert_combination_strategy": "average",
-        "expert_selection_fn": "softmax",
-        "norm_topk_prob": True,
-        "prefix_dense_sliding_window_pattern": 1,
-        "sliding_window_pattern": 4,
-    },
+    Defaults("Cohere2MoeConfig", takes=("intermediate_size",)),
     TensorNames(
         names={
             **{name: given for name, given in glm_moe.NAMES.items() if name.startswith("mlp.")},
@@ -219,13 +194,7 @@ COMPASS_TEXT = Family(
     "Command Compass (text)",
     ("CohereCompassForCausalLM",),
     _read_compass,
-    {
-        "max_position_embeddings": 8192,
-        "layer_norm_eps": 1e-5,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    },
+    Defaults("CohereCompassTextConfig"),
     TensorNames(names={"attention_norm": "input_layernorm"}),
     nulls=("logit_scale", "num_key_value_heads"),
-    shape=text_shape(256000, 8192, 22528, 40, 64),
 )

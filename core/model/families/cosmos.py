@@ -8,10 +8,11 @@ from __future__ import annotations
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -36,17 +37,10 @@ EDGE_TEXT = Family(
     "Cosmos 3 Edge (text)",
     (),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000000.0,
-    },
+    Defaults("Cosmos3EdgeTextConfig"),
     TensorNames(
         names={**LLAMA_NORMS, "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
         older=TO_PROJECTIONS,
     ),
     nulls=("head_dim", "num_key_value_heads"),
-    shape=text_shape(131072, 2048, 9216, 28, 16),
 )

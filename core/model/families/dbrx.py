@@ -14,6 +14,7 @@ from ..specs.feed_forward import Routing
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import TensorNames
 from . import gpt_2, reading, rotary
+from .defaults import Defaults
 
 _NAMES = {
     "hidden_size": "d_model",
@@ -72,14 +73,11 @@ DBRX = Family(
     "DBRX",
     ("DbrxForCausalLM",),
     _read,
-    {
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "max_position_embeddings": 2048,
-        "vocab_size": 32000,
-        "tie_word_embeddings": False,
-    },
+    Defaults(
+        "DbrxConfig",
+        {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 24, "max_position_embeddings": 2048},
+        takes=("vocab_size",),
+    ),
     TensorNames(
         prefixes=("transformer.", ""),
         norm="norm_f",

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from . import glm_moe, latent, reading
+from .defaults import UNREAD, Defaults
 
 
 def _read_v2(fields: ConfigJson) -> ModelConfig:
@@ -69,64 +70,27 @@ DEEPSEEK_V2 = Family(
     "DeepSeek-V2",
     ("DeepseekV2ForCausalLM",),
     _read_v2,
-    {
-        **latent.DEFAULTS,
-        "max_position_embeddings": 2048,
-        "intermediate_size": 11008,
-        "moe_intermediate_size": 1407,
-        "n_shared_experts": 2,
-        "n_routed_experts": 64,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": False,
-        "first_k_dense_replace": 0,
-        "num_nextn_predict_layers": 0,
-    },
+    Defaults("DeepseekV2Config", {"num_nextn_predict_layers": 0}, takes=("intermediate_size",)),
     glm_moe.TENSORS,
     notes=_NOTE,
     nulls=("norm_topk_prob", "num_key_value_heads"),
 )
-#: transformers' defaults of DeepSeek-V3's layers with experts, and of V3.2's.
-_V3_EXPERTS = {
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 1,
-}
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3, Kimi K2 and Moonlight",
     ("DeepseekV3ForCausalLM",),
     _read_v3,
-    {
-        **latent.DEFAULTS,
-        "rope_interleave": True,
-        "max_position_embeddings": 4096,
-        **_V3_EXPERTS,
-    },
+    Defaults(
+        "DeepseekV3Config", {"num_nextn_predict_layers": 1, "num_key_value_heads": UNREAD}, takes=("intermediate_size",)
+    ),
     glm_moe.TENSORS,
     notes=f"{_NOTE}; draft layers after the last are left out",
     nulls=("norm_topk_prob", "num_key_value_heads", "rope_interleave", "v_head_dim"),
-    shape=text_shape(129280, 7168, 18432, 61, 128),
 )
 DEEPSEEK_V32 = Family(
     "DeepSeek-V3.2",
     ("DeepseekV32ForCausalLM",),
     _read_v32,
-    {
-        **latent.DEFAULTS,
-        **latent.INDEXER_DEFAULTS,
-        "num_key_value_heads": 128,
-        "max_position_embeddings": 163840,
-        **_V3_EXPERTS,
-        "rms_norm_eps": 1e-6,
-    },
+    Defaults("DeepseekV32Config", {"num_nextn_predict_layers": 1}, takes=("intermediate_size",)),
     glm_moe.TENSORS,
     notes=f"{reading.INDEXER_NOTE}; draft layers after the last are left out",
-    shape=text_shape(129280, 7168, 18432, 61, 128),
 )

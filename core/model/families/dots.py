@@ -7,6 +7,7 @@ from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from . import glm_moe, reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -37,20 +38,11 @@ def _read_solar(fields: ConfigJson) -> ModelConfig:
     return glm_moe.model(fields, AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias))
 
 
-_DEFAULTS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 DOTS_1 = Family(
     "dots.llm1",
     ("Dots1ForCausalLM",),
     _read,
-    {
-        **_DEFAULTS,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 2048,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-    },
+    Defaults("Dots1Config", takes=("intermediate_size",)),
     glm_moe.TENSORS,
     nulls=("n_shared_experts", "norm_topk_prob", "num_key_value_heads"),
 )
@@ -58,18 +50,6 @@ SOLAR_OPEN = Family(
     "Solar Open",
     ("SolarOpenForCausalLM",),
     _read_solar,
-    {
-        **_DEFAULTS,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "moe_intermediate_size": 1280,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    },
+    Defaults("SolarOpenConfig"),
     glm_moe.TENSORS,
 )

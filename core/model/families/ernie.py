@@ -14,7 +14,7 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.tensor_names import (
     CORRECTION,
@@ -27,6 +27,7 @@ from ..specs.tensor_names import (
 )
 from ..specs.vision import SEES, VisionSpec
 from . import qwen, reading, rotary
+from .defaults import Defaults
 
 
 def _attention(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> AttentionSpec:
@@ -121,36 +122,19 @@ _IMAGE_EXPERTS = replace(
         "model.resampler_model.",
     ),
 )
-_DEFAULTS = {
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-}
 
 ERNIE_4_5 = Family(
     "ERNIE 4.5",
     ("Ernie4_5ForCausalLM",),
     _read,
-    {**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
+    Defaults("Ernie4_5Config"),
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
 )
 ERNIE_4_5_MOE = Family(
     "ERNIE-4.5-MoE",
     ("Ernie4_5_MoeForCausalLM",),
     _read_experts,
-    {
-        **_DEFAULTS,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 1536,
-        "moe_k": 6,
-        "moe_num_experts": 64,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-        "moe_norm_min": _NORM_MIN,
-    },
+    Defaults("Ernie4_5_MoeConfig"),
     notes="draft layers (`mtp`) are left out; models with biases are refused",
     nulls=("num_key_value_heads", "use_bias"),
 )
@@ -158,19 +142,10 @@ ERNIE_4_5_VL = Family(
     "ERNIE 4.5 VL",
     ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration"),
     _read_seeing,
-    {
-        **_DEFAULTS,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": [1536, 512],
-        "moe_k": 6,
-        "moe_num_experts": 64,
-        "moe_num_shared_experts": 2,
-        "moe_norm_min": _NORM_MIN,
-    },
+    Defaults("Ernie4_5_VLMoeTextConfig", {"moe_intermediate_size": [1536, 512]}),
     _IMAGE_EXPERTS,
     notes=f"{SEES}; images on CPUs alone; the native decoder serves it with images off; models with biases are refused",
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
-    shape=text_shape(103424, 2560, 12288, 28, 20),
     vision=VisionSpec(
         ("vision_tower", "resampler_model"),
         ("pixel_values", "image_grid_thw"),
@@ -185,18 +160,10 @@ PADDLEOCR_VL = Family(
     "PaddleOCR-VL",
     ("PaddleOCRVLForConditionalGeneration",),
     _read_ocr,
-    {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-    },
+    Defaults("PaddleOCRTextConfig"),
     replace(TEXT_AND_IMAGES, left_out=(*TEXT_AND_IMAGES.left_out, "mlp_AR.", "model.projector.")),
     notes=SEES,
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
-    shape=text_shape(103424, 1024, 3072, 18, 16),
     vision=replace(
         qwen.VISION,
         token=100295,

@@ -13,10 +13,11 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.tensor_names import AFTER_NORMS, CORRECTION, LLAMA_TENSORS, TEXT_AND_IMAGES, TensorNames
 from . import glm_moe, llama, reading, rotary
+from .defaults import Defaults
 
 
 def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
@@ -69,13 +70,6 @@ _FIELDS_3 = {
     "rms_norm_eps": "layer_norm_epsilon",
     "hidden_act": "activation_function",
 }
-_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-}
 _EXPERTS = replace(
     glm_moe.TENSORS,
     names={**glm_moe.NAMES, CORRECTION: "mlp.e_score_correction_bias"},
@@ -86,38 +80,24 @@ EXAONE_4 = Family(
     "EXAONE 4",
     ("Exaone4ForCausalLM",),
     _read,
-    _DEFAULTS,
+    Defaults("Exaone4Config"),
     TensorNames(names=AFTER_NORMS),
     nulls=("sliding_window_pattern",),
-    shape=text_shape(102400, 4096, 16384, 32, 32),
 )
 EXAONE_4_5 = Family(
     "EXAONE 4.5 (text)",
     ("Exaone4_5_ForConditionalGeneration",),
     _read,
-    _DEFAULTS,
+    Defaults("Exaone4Config"),
     replace(TEXT_AND_IMAGES, names=AFTER_NORMS, left_out=(*TEXT_AND_IMAGES.left_out, "mtp.")),
     notes="draft layers (`mtp`) are left out",
     nulls=("sliding_window_pattern",),
-    shape=text_shape(102400, 4096, 16384, 32, 32),
 )
 EXAONE_MOE = Family(
     "K-EXAONE",
     ("ExaoneMoeForCausalLM",),
     _read_experts,
-    {
-        **_DEFAULTS,
-        "intermediate_size": 16384,
-        "moe_intermediate_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    Defaults("ExaoneMoeConfig", takes=("intermediate_size",)),
     notes="draft layers (`mtp`) are left out",
     nulls=("sliding_window_pattern",),
 )
@@ -135,13 +115,7 @@ EXAONE_3 = Family(
     "EXAONE 3 and 3.5",
     ("ExaoneForCausalLM",),
     _read_3,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "intermediate_size": 14336,
-        "rope_theta": 500000.0,
-    },
+    Defaults("ExaoneConfig", takes=("intermediate_size",)),
     replace(LLAMA_TENSORS, published=(_PUBLISHED_3, replace(LLAMA_TENSORS, names=_NAMES_3))),
     model_types=("exaone",),
     nulls=("head_dim", "num_key_value_heads"),

@@ -16,6 +16,7 @@ from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading, rotary
+from .defaults import TOKENS, Defaults
 
 _QKV = "self_attention.query_key_value"
 
@@ -76,17 +77,7 @@ FALCON = Family(
     "Falcon",
     ("FalconForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 2048,
-        "alibi": False,
-        "new_decoder_architecture": False,
-        "multi_query": True,
-        "parallel_attn": True,
-        "bias": False,
-        "bos_token_id": 11,
-        "eos_token_id": 11,
-        "tie_word_embeddings": True,
-    },
+    Defaults("FalconConfig", takes=TOKENS),
     _NAMES,
     notes="without ALiBi (Falcon-RW)",
     nulls=("num_kv_heads", "num_ln_in_parallel_attn", "ffn_hidden_size"),

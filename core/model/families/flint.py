@@ -11,6 +11,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -37,19 +38,6 @@ FLINT = Family(
     "Flint",
     ("FlintForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 513,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 1024,
-        "num_experts": 256,
-        "num_experts_per_tok": 6,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
+    Defaults("FlintConfig", takes=("intermediate_size",)),
     TensorNames(names={**LLAMA_NORMS, "self_attn.sinks": "self_attn.softmax_offset"}),
 )

@@ -6,10 +6,11 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def read_layers(
@@ -57,24 +58,14 @@ def read_layers(
 def _read(fields: ConfigJson) -> ModelConfig:
     rope = rotary.rope(fields, reading.heads(fields).head_dim)
     if fields.raw.get("hidden_act") == "gelu":  # as first published; transformers takes it for its approximation
-        fields = fields.with_values({"hidden_act": DEFAULTS["hidden_activation"]})
+        fields = fields.with_values({"hidden_act": "gelu_pytorch_tanh"})
     types = [reading.FULL] * fields.integer("num_hidden_layers")
     return read_layers(fields, {reading.FULL: rope}, types, Norms.BEFORE, activation="hidden_act")
 
 
-DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "vocab_size": 256000,
-}
 GEMMA = Family(
     "Gemma",
     ("GemmaForCausalLM",),
     _read,
-    {**DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
-    shape=text_shape(256000, 3072, 24576, 28, 16),
+    Defaults("GemmaConfig", {"sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh"}, takes=("vocab_size",)),
 )

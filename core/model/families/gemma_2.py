@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.tensor_names import AROUND_NORMS, TensorNames
 from . import gemma, reading, rotary
+from .defaults import Defaults
 
 
 def _reader(norms: Norms) -> Callable[[ConfigJson], ModelConfig]:
@@ -24,27 +25,19 @@ def _reader(norms: Norms) -> Callable[[ConfigJson], ModelConfig]:
     return read
 
 
-_DEFAULTS = {
-    **gemma.DEFAULTS,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-
 GEMMA_2 = Family(
     "Gemma 2",
     ("Gemma2ForCausalLM",),
     _reader(Norms.AROUND),
-    _DEFAULTS,
+    Defaults("Gemma2Config", takes=("vocab_size",)),
     TensorNames(names=AROUND_NORMS),
     nulls=("final_logit_softcapping",),
-    shape=text_shape(256000, 2304, 9216, 26, 8),
 )
 VAULT_GEMMA = Family(
     "VaultGemma",
     ("VaultGemmaForCausalLM",),
     _reader(Norms.BEFORE),
-    _DEFAULTS,
+    Defaults("VaultGemmaConfig", takes=("vocab_size",)),
     TensorNames(names={"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
     nulls=("final_logit_softcapping",),
 )

@@ -8,11 +8,12 @@ from ...requests.blocks import Blocks
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from ..specs.vision import PROJECTED, SEES
 from . import gemma, reading, rotary
+from .defaults import UNREAD, Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -24,13 +25,12 @@ def _read(fields: ConfigJson) -> ModelConfig:
 #: Fields of ropes' bases, and these.
 THETAS = {reading.FULL: ("rope_theta", 1000000.0), reading.SLIDING: ("rope_local_base_freq", 10000.0)}
 
-_DEFAULTS = {**gemma.DEFAULTS, "query_pre_attn_scalar": 256, "max_position_embeddings": 131072, "vocab_size": 262208}
 
 GEMMA_3 = Family(
     "Gemma 3",
     ("Gemma3ForCausalLM",),
     _read,
-    {**_DEFAULTS, "final_logit_softcapping": None},
+    Defaults("Gemma3TextConfig", takes=("vocab_size",)),
     TensorNames(names=AROUND_NORMS),
     nulls=("final_logit_softcapping",),
 )
@@ -38,10 +38,9 @@ GEMMA_3_TEXT = Family(
     "Gemma 3 with images",
     ("Gemma3ForConditionalGeneration",),
     _read,
-    _DEFAULTS,
+    Defaults("Gemma3TextConfig", {"final_logit_softcapping": UNREAD}, takes=("vocab_size",)),
     replace(BESIDE_VISION, names=AROUND_NORMS),
     notes=SEES,
-    shape=text_shape(262208, 2304, 9216, 26, 8),
     vision=replace(
         PROJECTED,
         arguments=("pixel_values",),

@@ -11,11 +11,12 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from ..specs.vision import SEES
 from . import qwen, reading, rotary
+from .defaults import Defaults
 
 
 def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -> Callable[[ConfigJson], ModelConfig]:
@@ -48,14 +49,6 @@ def _read_ocr(fields: ConfigJson) -> ModelConfig:
     return replace(model, tensors=tensors)
 
 
-_DEFAULTS = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-}
 #: Of M-RoPE, where `mrope_section` is missing.
 SECTIONS = (8, 12, 12)
 OUT_NORMS = {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
@@ -64,7 +57,7 @@ GLM = Family(
     "GLM-4",
     ("GlmForCausalLM",),
     _reader(Norms.BEFORE),
-    _DEFAULTS,
+    Defaults("GlmConfig"),
     TensorNames(fused=FUSED_GATE_UP),
     nulls=("num_key_value_heads",),
 )
@@ -73,7 +66,7 @@ GLM_4 = Family(
     "GLM-4-0414",
     ("Glm4ForCausalLM",),
     _reader(Norms.AROUND),
-    _DEFAULTS,
+    Defaults("Glm4Config"),
     _NAMES_4,
 )
 VISION = replace(qwen.VISION, token=151343)
@@ -81,25 +74,18 @@ GLM_4_1V = Family(
     "GLM-4.1V",
     ("Glm4vForConditionalGeneration",),
     _reader(Norms.AROUND, qkv_bias=True, has_images=True),
-    {
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 1.0,
-    },
+    Defaults("Glm4vTextConfig", {"partial_rotary_factor": 1.0}),
     replace(TEXT_AND_IMAGES, names=_NAMES_4.names, fused=FUSED_GATE_UP),
     notes=SEES,
     nulls=("num_key_value_heads",),
-    shape=text_shape(151552, 4096, 13696, 40, 32),
     vision=VISION,
 )
 GLM_OCR = Family(
     "GLM-OCR",
     ("GlmOcrForConditionalGeneration",),
     _read_ocr,
-    {**GLM_4_1V.defaults, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    Defaults("GlmOcrTextConfig", {"partial_rotary_factor": 1.0}),
     GLM_4_1V.tensors,
     notes=f"{SEES}; the draft layer after the last is left out",
-    shape=text_shape(59392, 1024, 4096, 16, 16),
     vision=replace(VISION, token=59280),
 )

@@ -15,12 +15,13 @@ from dataclasses import replace
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.recurrent import RecurrentSpec
 from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from ..specs.vision import SEES
 from . import latent, qwen, reading, rotary
+from .defaults import UNREAD, Defaults
 
 #: Of M-RoPE, where `mrope_section` is missing.
 _SECTIONS = (8, 12, 12)
@@ -97,23 +98,7 @@ GLM_4_MOE = Family(
     "GLM-4.5, 4.6 and 4.7",
     ("Glm4MoeForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 1,
-    },
+    Defaults("Glm4MoeConfig", {"num_nextn_predict_layers": 1}, takes=("intermediate_size",)),
     TENSORS,
     notes="draft layers after the last are left out",
 )
@@ -121,40 +106,20 @@ GLM_4_5V = Family(
     "GLM-4.5V",
     ("Glm4vMoeForConditionalGeneration",),
     _read_text,
-    {
-        **GLM_4_MOE.defaults,
-        "max_position_embeddings": 65536,
-        "attention_bias": True,
-    },
+    Defaults("Glm4vMoeTextConfig", {"num_nextn_predict_layers": 1}, takes=("intermediate_size",)),
     replace(TEXT_AND_IMAGES, names=NAMES),
     notes=f"{SEES}; draft layers after the last are left out",
-    shape=text_shape(151424, 4096, 10944, 46, 96),
     vision=replace(qwen.VISION, token=151363),
 )
 GLM_4_MOE_LITE = Family(
     "GLM-4.7-Flash",
     ("Glm4MoeLiteForCausalLM",),
     _read_lite,
-    {
-        **latent.DEFAULTS,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "rope_interleave": True,
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
-        "intermediate_size": 10240,
-        "moe_intermediate_size": 1536,
-        "n_shared_experts": 1,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 1.8,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 1,
-    },
+    Defaults(
+        "Glm4MoeLiteConfig",
+        {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "num_key_value_heads": UNREAD},
+        takes=("intermediate_size",),
+    ),
     TENSORS,
     notes=f"{reading.LATENTS_NOTE}; draft layers after the last are left out",
 )
@@ -162,30 +127,8 @@ GLM_5 = Family(
     "GLM-5",
     ("GlmMoeDsaForCausalLM",),
     _read_5,
-    {
-        **latent.DEFAULTS,
-        **latent.INDEXER_DEFAULTS,
-        "num_key_value_heads": 64,
-        "index_n_heads": 32,
-        "q_lora_rank": 2048,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 1,
-    },
+    Defaults("GlmMoeDsaConfig", {"num_nextn_predict_layers": 1}, takes=("intermediate_size",)),
     TENSORS,
     notes=f"{reading.INDEXER_NOTE}; draft layers after the last are left out",
     nulls=("indexer_types", "index_topk_pattern"),
-    shape=text_shape(154880, 6144, 12288, 78, 64),
 )

@@ -12,7 +12,7 @@ from ..compose.hyper import HyperConnectedLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Experts, GatedSpec, LimitedSwiglu
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.indexer import IndexerSpec
@@ -20,6 +20,7 @@ from ..specs.layers import LayerSpec
 from ..specs.recurrent import GatedDeltaSpec, RecurrentSpec
 from ..specs.tensor_names import JOINED_CONVS, TensorNames
 from . import glm_moe, latent, reading
+from .defaults import UNREAD, Defaults
 
 _LINEAR, _INDEXED = "linear_attention", "indexed_attention"
 
@@ -125,37 +126,7 @@ GLM_5_NEXT_TEXT = Family(
     "GLM-5.3-Flash (text)",
     (),
     _read,
-    {
-        **latent.DEFAULTS,
-        "index_topk": 2048,
-        "index_head_dim": 128,
-        "index_n_heads": 32,
-        "index_kpool": 16,
-        "index_kpool_always_select_tail": True,
-        "qk_rope_head_dim": 0,
-        "qk_nope_head_dim": 256,
-        "v_head_dim": 256,
-        "num_key_value_heads": 64,
-        "max_position_embeddings": 1048576,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 288,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 1,
-        "swiglu_limit": 10.0,
-        "linear_head_dim": 128,
-        "linear_num_heads": 64,
-        "linear_conv_kernel_dim": 4,
-        "hc_mult": 4,
-        "hc_eps": 1e-6,
-        "hc_sinkhorn_iters": 20,
-    },
+    Defaults("Glm5NextTextConfig", {"num_nextn_predict_layers": 1, "linear_lower_bound": UNREAD}),
     _NAMES,
     nulls=("indexer_types", "index_topk_pattern", "linear_lower_bound", "gate_lower_bound", "num_key_value_heads"),
-    shape=text_shape(154880, 4096, 12288, 45, 64),
 )

@@ -22,6 +22,7 @@ from ..specs.norms import Norms
 from ..specs.positions import PositionTable
 from ..specs.tensor_names import TensorNames
 from . import reading
+from .defaults import TOKENS, Defaults
 
 SIZES = {
     "hidden_size": "n_embd",
@@ -31,7 +32,6 @@ SIZES = {
 }
 """Names of sizes → GPT-2's, which older families of the kind have, too."""
 
-TOKENS = {"bos_token_id": 50256, "eos_token_id": 50256}
 _NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -149,21 +149,14 @@ GPT_1 = Family(
     "OpenAI GPT",
     ("OpenAIGPTLMHeadModel",),
     _read_first,
-    {"max_position_embeddings": 512, "scale_attn_weights": True, "afn": "gelu", "tie_word_embeddings": True},
+    Defaults("OpenAIGPTConfig", {"max_position_embeddings": 512, "scale_attn_weights": True}),
     _FIRST_NAMES,
 )
 GPT_2 = Family(
     "GPT-2",
     ("GPT2LMHeadModel",),
     _read,
-    {
-        **TOKENS,
-        "max_position_embeddings": 1024,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-        "tie_word_embeddings": True,
-    },
+    Defaults("GPT2Config", {"max_position_embeddings": 1024}, takes=TOKENS),
     _NAMES,
     nulls=("n_inner",),
 )
@@ -171,13 +164,7 @@ GPT_BIGCODE = Family(
     "StarCoder 1 (GPT-BigCode)",
     ("GPTBigCodeForCausalLM",),
     _read_bigcode,
-    {
-        **TOKENS,
-        "max_position_embeddings": 1024,
-        "scale_attn_weights": True,
-        "multi_query": True,
-        "tie_word_embeddings": True,
-    },
+    Defaults("GPTBigCodeConfig", {"max_position_embeddings": 1024}, takes=TOKENS),
     _BIGCODE_NAMES,
     nulls=("n_inner",),
 )
@@ -185,7 +172,7 @@ GPT_NEO = Family(
     "GPT-Neo",
     ("GPTNeoForCausalLM",),
     _read_neo,
-    {**TOKENS, "max_position_embeddings": 2048, "window_size": 256, "tie_word_embeddings": True},
+    Defaults("GPTNeoConfig", takes=TOKENS),
     TensorNames(
         prefixes=("transformer.", ""),
         norm="ln_f",

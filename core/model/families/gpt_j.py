@@ -14,6 +14,7 @@ from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
 from . import gpt_2, reading
+from .defaults import TOKENS, Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -38,7 +39,6 @@ _NAMES = {
     "mlp.up_proj": "mlp.fc_in",
     "mlp.down_proj": "mlp.fc_out",
 }
-_DEFAULTS = {**gpt_2.TOKENS, "max_position_embeddings": 2048, "rotary_dim": 64, "tie_word_embeddings": False}
 _NOTES = "adapters with a copy of the output projection are refused, as it has a bias"
 
 
@@ -58,7 +58,7 @@ GPT_J = Family(
     "GPT-J",
     ("GPTJForCausalLM",),
     _read,
-    _DEFAULTS,
+    Defaults("GPTJConfig", {"max_position_embeddings": 2048}, takes=TOKENS),
     TensorNames(prefixes=("transformer.", ""), norm="ln_f", embeddings="wte", layers="h", names=_NAMES),
     notes=_NOTES,
     nulls=("n_inner", "rotary_dim"),
@@ -67,7 +67,7 @@ CODEGEN = Family(
     "CodeGen",
     ("CodeGenForCausalLM",),
     _read_codegen,
-    _DEFAULTS,
+    Defaults("CodeGenConfig", {"max_position_embeddings": 2048}, takes=TOKENS),
     TensorNames(
         prefixes=("transformer.", ""),
         norm="ln_f",

@@ -17,6 +17,7 @@ from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading, rotary
+from .defaults import TOKENS, Defaults
 
 _QKV = "attention.query_key_value"
 
@@ -66,27 +67,14 @@ GPT_NEOX = Family(
     "GPT-NeoX and Pythia",
     ("GPTNeoXForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 2048,
-        "partial_rotary_factor": 0.25,
-        "intermediate_size": 24576,
-        "use_parallel_residual": True,
-        "attention_bias": True,
-    },
+    Defaults("GPTNeoXConfig", takes=("intermediate_size",)),
     _NAMES,
 )
 GPT_NEOX_JAPANESE = Family(
     "GPT-NeoX Japanese",
     ("GPTNeoXJapaneseForCausalLM",),
     _read_japanese,
-    {
-        "max_position_embeddings": 2048,
-        "partial_rotary_factor": 1.0,
-        "intermediate_multiple_size": 4,
-        "tie_word_embeddings": True,
-        "bos_token_id": 31996,
-        "eos_token_id": 31999,
-    },
+    Defaults("GPTNeoXJapaneseConfig", takes=TOKENS),
     replace(
         _NAMES,
         prefixes=("gpt_neox_japanese.", ""),

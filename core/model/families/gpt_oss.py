@@ -6,19 +6,11 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import ClampedSwiglu, Routing, Scoring
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
-
-_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -54,25 +46,11 @@ GPT_OSS = Family(
     "gpt-oss",
     ("GptOssForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-        "rope_parameters": _ROPE,
-        "sliding_window": 128,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "attention_bias": True,
-    },
+    Defaults("GptOssConfig"),
     TensorNames(
         names={**LLAMA_NORMS, "mlp.gate": "mlp.router"},
         alternates=True,
         transposed=True,
         adapter_names={f"self_attn.{name}": f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     ),
-    shape=text_shape(201088, 2880, 2880, 36, 64),
 )

@@ -14,12 +14,13 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
-from .mamba import MAMBA_2_DEFAULTS, mamba_2
+from .defaults import Defaults
+from .mamba import mamba_2
 
 _MAMBA = "linear_attention"
 
@@ -136,44 +137,26 @@ _WITH_SHARED = replace(
     names={**_EXPERTS.names, "mlp.shared_expert.down_proj": "shared_mlp.output_linear"},
     fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")},
 )
-_DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys((*_FACTORS, "attention_multiplier"), 1.0)}
 
 GRANITE = Family(
     "Granite 3",
     ("GraniteForCausalLM",),
     _read,
-    _DEFAULTS,
+    Defaults("GraniteConfig"),
     nulls=("num_key_value_heads",),
-    shape=text_shape(32000, 4096, 11008, 32, 32),
 )
 DOCLING_TEXT = replace(
     GRANITE,
     title="Granite Docling (text)",
     architectures=(),
-    defaults={
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "embedding_multiplier": 12.0,
-        "logits_scaling": 4.0,
-        "residual_multiplier": 0.263,
-        "attention_multiplier": 0.015625,
-        "tie_word_embeddings": True,
-    },
-    shape=text_shape(133800, 1024, 2048, 28, 16),
+    defaults=Defaults("GraniteDoclingTextConfig"),
 )
 _HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}
 GRANITE_4 = Family(
     "Granite 4",
     ("GraniteMoeHybridForCausalLM",),
     _read_hybrid,
-    {
-        **_DEFAULTS,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 1024,
-        **MAMBA_2_DEFAULTS,
-    },
+    Defaults("GraniteMoeHybridConfig"),
     TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
     notes="models without a layer of attention are refused",
     nulls=("num_key_value_heads",),
@@ -182,22 +165,21 @@ GRANITE_MOE = Family(
     "Granite-MoE",
     ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     _read_experts,
-    {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
+    Defaults("GraniteMoeConfig"),
     _EXPERTS,
     nulls=("num_key_value_heads",),
 )
-_WINDOWS = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "sliding_window": 128}
 GRANITE_SWA = Family(
     "Granite SWA",
     ("GraniteSWAForCausalLM",),
     _read_windows,
-    {**_DEFAULTS, **_WINDOWS, "tie_word_embeddings": True},
+    Defaults("GraniteSWAConfig"),
     nulls=("num_key_value_heads",),
 )
 GRANITE_MOE_SWA = Family(
     "Granite-MoE SWA",
     ("GraniteMoeSWAForCausalLM",),
     _read_windows_experts,
-    {**GRANITE_MOE.defaults, "sliding_window": 128},
+    Defaults("GraniteMoeSWAConfig"),
     nulls=("num_key_value_heads",),
 )

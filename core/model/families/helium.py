@@ -8,6 +8,7 @@ from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -26,11 +27,5 @@ HELIUM = Family(
     "Helium",
     ("HeliumForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 20,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-8,
-        "rope_theta": 100000.0,
-    },
+    Defaults("HeliumConfig"),
 )

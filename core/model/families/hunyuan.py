@@ -12,10 +12,11 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
@@ -110,13 +111,11 @@ _NAMES_3 = TensorNames(
     adapter_names={f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
 )
 _HEAD_NORMS = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
-_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-MOE_DEFAULTS = {**_DEFAULTS, "num_experts": 1, "moe_topk": 1}
 HUNYUAN = Family(
     "Hunyuan (dense)",
     ("HunYuanDenseV1ForCausalLM",),
     _read,
-    _DEFAULTS,
+    Defaults("HunYuanDenseV1Config"),
     TensorNames(names={**LLAMA_NORMS, **_HEAD_NORMS}),
     nulls=("head_dim", "num_key_value_heads"),
 )
@@ -125,14 +124,13 @@ HUNYUAN_VL_TEXT = replace(
     title="HunyuanOCR (text)",
     architectures=(),
     read=_read_vl,
-    defaults={**_DEFAULTS, "tie_word_embeddings": True},
-    shape=text_shape(290943, 4096, 11008, 32, 32),
+    defaults=Defaults("HunYuanVLTextConfig"),
 )
 HUNYUAN_MOE = Family(
     "Hunyuan-A13B",
     ("HunYuanMoEV1ForCausalLM",),
     _read_experts,
-    MOE_DEFAULTS,
+    Defaults("HunYuanMoEV1Config"),
     TensorNames(
         names={
             **LLAMA_NORMS,
@@ -148,18 +146,6 @@ HUNYUAN_3 = Family(
     "Hunyuan 3",
     ("HYV3ForCausalLM",),
     _read_3,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 11158840.0,
-        "intermediate_size": 13312,
-        "moe_intermediate_size": 1536,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "router_scaling_factor": 2.826,
-    },
+    Defaults("HYV3Config", takes=("intermediate_size",)),
     notes="the draft layer after the last is left out",
 )

@@ -12,12 +12,13 @@ from ..compose.hyper import HyperConnectedLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, OutputGate
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Experts, LimitedSwiglu
 from ..specs.hyper_connections import HyperConnectionSpec
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TensorNames
 from . import glm_moe, latent, reading, rotary
+from .defaults import TOKENS, UNREAD, Defaults
 
 #: Of M-RoPE, where `mrope_section` is missing.
 _SECTIONS = (12, 10, 10)
@@ -98,31 +99,6 @@ _NAMES = TensorNames(
     },
     left_out=("model.mtp_layers.", "model.language_model.mtp_layers."),
 )
-_DEFAULTS = {
-    **latent.DEFAULTS,
-    "index_topk": 2048,
-    "index_head_dim": 128,
-    "index_n_heads": 16,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-    "intermediate_size": 6912,
-    "moe_intermediate_size": 768,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "routed_scaling_factor": 2.827,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "hc_mult": 4,
-    "hc_magnitude": 2.0,
-    "hc_eps": 1e-6,
-    "swiglu_limit": 10.0,
-    "bos_token_id": 120000,
-    "eos_token_id": 120025,
-}
 _NOTE = (
     f"{reading.INDEXER_NOTE}; draft layers after the last are left out; the output head and "
     "the indexer's factors are computed in the model's dtype, which transformers computes in float32"
@@ -132,17 +108,15 @@ HY_V4 = Family(
     "Hunyuan 4 (HY V4)",
     ("HYV4ForCausalLM",),
     _read_hy,
-    _DEFAULTS,
+    Defaults("HYV4Config", {"num_key_value_heads": UNREAD}, takes=("intermediate_size", *TOKENS)),
     _NAMES,
     notes=_NOTE,
     nulls=("indexer_types",),
-    shape=text_shape(120832, 2816, 6912, 34, 32),
 )
 HY_V4_TEXT = replace(
     HY_V4,
     title="Hunyuan 4 VL (text)",
     architectures=(),
     read=_read_hy_text,
-    defaults={**_DEFAULTS, "moe_intermediate_size": 2048, "q_lora_rank": 2048, "index_n_heads": 32},
-    shape=text_shape(120832, 6144, 18432, 78, 64),
+    defaults=Defaults("HYV4VLTextConfig", {"num_key_value_heads": UNREAD}, takes=TOKENS),
 )

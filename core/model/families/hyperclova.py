@@ -10,6 +10,7 @@ from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -41,13 +42,7 @@ HYPERCLOVA_X = Family(
     "HyperCLOVA X SEED",
     ("HyperCLOVAXForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 2048,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "use_post_norm": True,
-    },
+    Defaults("HyperCLOVAXConfig"),
     TensorNames(names={**LLAMA_NORMS, "attention_out_norm": "post_norm1", "mlp_out_norm": "post_norm2"}),
     nulls=("attention_multiplier", "head_dim", "num_key_value_heads"),
 )

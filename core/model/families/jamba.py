@@ -14,6 +14,7 @@ from ..specs.feed_forward import Routing
 from ..specs.selective_scan import SelectiveScanSpec
 from ..specs.tensor_names import TensorNames
 from . import reading
+from .defaults import Defaults
 from .mamba import check_time_steps
 from .mamba_1 import STEPS_NOTE, time_step_rank
 
@@ -56,23 +57,7 @@ JAMBA = Family(
     "Jamba",
     ("JambaForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 262_144,
-        "rms_norm_eps": 1e-6,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "attn_layer_period": 8,
-        "attn_layer_offset": 4,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "tie_word_embeddings": False,
-    },
+    Defaults("JambaConfig"),
     TensorNames(
         norm="final_layernorm",
         names={

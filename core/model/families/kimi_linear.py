@@ -12,6 +12,7 @@ from ..specs.family import Family
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import JOINED_CONVS, TensorNames
 from . import glm_moe, latent, reading
+from .defaults import UNREAD, Defaults
 
 _LINEAR = "linear_attention"
 
@@ -115,26 +116,16 @@ KIMI_LINEAR = Family(
     "Kimi Linear",
     ("KimiLinearForCausalLM",),
     _read,
-    {
-        **latent.DEFAULTS,
-        "q_lora_rank": None,
-        "max_position_embeddings": 1048576,
-        "rms_norm_eps": 1e-5,
-        "intermediate_size": 9216,
-        "moe_intermediate_size": 1024,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.446,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 0,
-        "linear_head_dim": 128,
-        "linear_num_heads": 32,
-        "linear_conv_kernel_dim": 4,
-    },
+    Defaults(
+        "KimiLinearConfig",
+        {
+            "n_routed_experts": 256,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+            "num_key_value_heads": UNREAD,
+        },
+        takes=("intermediate_size",),
+    ),
     _NAMES,
     notes=(
         f"{reading.LATENTS_NOTE}; draft layers after the last are left out; "

@@ -15,6 +15,7 @@ from ..specs.feed_forward import Routing, Scoring
 from ..specs.norms import Norms
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import exaone, glm, glm_moe, reading
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -30,16 +31,7 @@ KOLIBRI_1 = Family(
     "Kolibri 1",
     ("Kolibri1ForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "sliding_window": 513,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 384,
-        "num_experts_per_tok": 6,
-    },
+    Defaults("Kolibri1Config"),
     TensorNames(
         names={
             **glm_moe.NAMES,

@@ -15,6 +15,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 _GATES = {True: OutputGate.OF_HEADS, "per-head": OutputGate.OF_HEADS, "per-element": OutputGate.APART}
 
@@ -82,19 +83,7 @@ LAGUNA = Family(
     "Laguna",
     ("LagunaForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 512,
-        "intermediate_size": 8192,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_routed_scaling_factor": 1.0,
-    },
+    Defaults("LagunaConfig", takes=("intermediate_size",)),
     TensorNames(names={**LLAMA_NORMS, **_SHARED, CORRECTION: "mlp.experts.e_score_correction_bias"}),
     nulls=("num_attention_heads_per_layer",),
 )

@@ -16,6 +16,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import Activation, Routing
 from ..specs.tensor_names import TensorNames
 from . import qwen3_5, reading, rotary
+from .defaults import Defaults
 
 _LINEAR = "linear_attention"
 
@@ -52,24 +53,6 @@ LARA_MINI = Family(
     "Lara Mini",
     ("LaraMiniForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 512,
-        "tie_word_embeddings": True,
-        "linear_num_key_heads": 8,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "eos_token_id": 151643,
-    },
+    Defaults("LaraMiniConfig", takes=("eos_token_id",)),
     TensorNames(fused={_FUSED: _PARTS}, apart=(_FUSED,), older={"linear_attn.norm": "linear_attn.out_norm"}),
 )

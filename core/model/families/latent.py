@@ -16,19 +16,6 @@ from . import reading, rotary
 #: Of the norms of latents, whatever the model's others have.
 _EPS = 1e-6
 
-#: transformers' defaults of DeepSeek's sizes of latents.
-DEFAULTS = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "attention_bias": False,
-}
-
-
-#: transformers' defaults of an indexer's sizes, of DeepSeek-V3.2.
-INDEXER_DEFAULTS = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 
 #: Kinds of layers: one has an indexer of its own, the other attends to the tokens that the last indexer chose.
 FULL, SHARED = "full", "shared"

@@ -14,6 +14,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
 from . import latent, reading
+from .defaults import UNREAD, Defaults
 
 
 def _model(fields: ConfigJson, *, interleaved: bool, residual: float = 1.0, **others: Any) -> ModelConfig:
@@ -50,13 +51,7 @@ YOUTU = Family(
     "Youtu-LLM",
     ("YoutuForCausalLM",),
     _read_youtu,
-    {
-        **latent.DEFAULTS,
-        "rope_interleave": True,
-        "max_position_embeddings": 131072,
-        "intermediate_size": 6144,
-        "tie_word_embeddings": True,
-    },
+    Defaults("YoutuConfig", {"num_key_value_heads": UNREAD}, takes=("intermediate_size",)),
     _NAMES,
     notes=_NOTE,
     nulls=("rope_interleave", "v_head_dim"),
@@ -65,18 +60,7 @@ MINICPM_3 = Family(
     "MiniCPM3",
     ("MiniCPM3ForCausalLM",),
     _read_minicpm,
-    {
-        "q_lora_rank": 768,
-        "kv_lora_rank": 256,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "scale_emb": 12.0,
-        "scale_depth": 1.4,
-        "dim_model_base": 256.0,
-    },
+    Defaults("MiniCPM3Config", {"num_key_value_heads": UNREAD}),
     _NAMES,
     notes=_NOTE,
     nulls=("num_key_value_heads", "v_head_dim"),

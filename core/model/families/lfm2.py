@@ -13,13 +13,14 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
 from ..specs.norms import NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.tensor_names import TensorNames
 from ..specs.vision import PROJECTED, SEES
 from . import reading, rotary
+from .defaults import Defaults
 
 _CONV = "conv"
 
@@ -83,14 +84,6 @@ def _width(fields: ConfigJson) -> int:
     return -(-int(factor * size) // multiple) * multiple
 
 
-_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128_000,
-    "rope_theta": 1_000_000.0,
-    "norm_eps": 1e-5,
-    "conv_L_cache": 3,
-    "tie_word_embeddings": True,
-}
 _NAMES = {
     "attention_norm": "operator_norm",
     "mlp_norm": "ffn_norm",
@@ -101,25 +94,18 @@ _NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-_DENSE = {
-    **_DEFAULTS,
-    "intermediate_size": 12_288,
-    "block_auto_adjust_ff_dim": True,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_multiple_of": 256,
-}
 LFM2 = Family(
     "LFM2",
     ("Lfm2ForCausalLM",),
     _read,
-    _DENSE,
+    Defaults("Lfm2Config", takes=("intermediate_size",)),
     TensorNames(norm="embedding_norm", names=_NAMES),
 )
 LFM2_VL = Family(
     "LFM2-VL",
     ("Lfm2VlForConditionalGeneration",),
     _read,
-    _DENSE,
+    Defaults("Lfm2Config", takes=("intermediate_size",)),
     TensorNames(
         prefixes=("model.language_model.", "language_model.model."),
         heads=("lm_head.weight", "language_model.lm_head.weight"),
@@ -128,7 +114,6 @@ LFM2_VL = Family(
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
     notes=SEES,
-    shape=text_shape(65536, 2560, 12288, 32, 32),
     vision=replace(
         PROJECTED,
         arguments=("pixel_values", "spatial_shapes", "pixel_attention_mask"),
@@ -139,17 +124,7 @@ LFM2_MOE = Family(
     "LFM2-MoE",
     ("Lfm2MoeForCausalLM",),
     _read_experts,
-    {
-        **_DEFAULTS,
-        "intermediate_size": 7168,
-        "moe_intermediate_size": 1792,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_dense_layers": 2,
-        "use_expert_bias": True,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-    },
+    Defaults("Lfm2MoeConfig", takes=("intermediate_size",)),
     TensorNames(
         norm="embedding_norm",
         names={

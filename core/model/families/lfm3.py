@@ -12,13 +12,14 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import GatedSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 _CONV = "conv"
 
@@ -80,18 +81,6 @@ _ROPES = {
     reading.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     reading.FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
 }
-_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 7680,
-    "max_position_embeddings": 128_000,
-    "norm_eps": 1e-5,
-    "conv_L_cache": 7,
-    "sliding_window": 256,
-    "use_sandwich_norm": True,
-    "use_attention_gate": True,
-    "tie_word_embeddings": True,
-}
 _NAMES = {
     "attention_norm": "operator_norm",
     "attention_out_norm": "post_operator_norm",
@@ -106,14 +95,14 @@ LFM3 = Family(
     "LFM3",
     ("Lfm3ForCausalLM",),
     _read,
-    _DEFAULTS,
+    Defaults("Lfm3Config", takes=("intermediate_size",)),
     TensorNames(norm="embedding_norm", names=_NAMES, older=_OLDER, adapter_names=_OLDER),
 )
 LFM3_VL = Family(
     "LFM3-VL (text)",
     ("Lfm3VlForConditionalGeneration",),
     _read,
-    _DEFAULTS,
+    Defaults("Lfm3Config", takes=("intermediate_size",)),
     replace(
         LFM3.tensors,
         prefixes=("model.language_model.", "language_model.model."),
@@ -121,5 +110,4 @@ LFM3_VL = Family(
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
     notes="text only",
-    shape=text_shape(128000, 2048, 7680, 24, 16),
 )

@@ -15,6 +15,7 @@ from ..specs.family import Family
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import CORRECTION, JOINED_CONVS, TensorNames
 from . import glm_moe, latent, reading, rotary
+from .defaults import Defaults
 
 _LINEAR = "linear_attention"
 
@@ -108,31 +109,11 @@ LING_2_6 = Family(
     "Ling 2.6",
     ("BailingHybridForCausalLM",),
     _read,
-    {
-        **latent.DEFAULTS,
-        "q_lora_rank": None,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 6000000.0,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "n_shared_experts": 1,
-        "num_experts": 512,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 2,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 1,
-        "short_conv_kernel_size": 4,
-        "layer_group_size": 6,
-        "kda_safe_gate": True,
-        "kda_lower_bound": -5.0,
-        "eos_token_id": 156895,
-    },
+    Defaults(
+        "BailingHybridConfig",
+        {"num_experts": 512, "num_nextn_predict_layers": 1},
+        takes=("intermediate_size", "eos_token_id"),
+    ),
     _NAMES,
     notes=f"{reading.LATENTS_NOTE}; draft layers after the last are left out",
     nulls=("num_key_value_heads",),

@@ -8,8 +8,9 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from . import reading, rotary
+from .defaults import TOKENS, Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -38,9 +39,8 @@ LLAMA = Family(
     "Llama 2 and 3",
     ("LlamaForCausalLM",),
     _read,
-    {"max_position_embeddings": 2048},
+    Defaults("LlamaConfig"),
     nulls=("head_dim", "num_key_value_heads"),
-    shape=text_shape(32000, 4096, 11008, 32, 32),
 )
 IQUEST_CODER = Family(
     "IQuest-Coder",
@@ -53,30 +53,11 @@ CWM = Family(
     "Code World Model (CWM)",
     ("CwmForCausalLM",),
     _read_windows,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 8192,
-        "rope_theta": 1000000.0,
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
-        },
-    },
+    Defaults("CwmConfig"),
 )  # fmt: skip
 EMU_3_TEXT = replace(
     LLAMA,
     title="Emu 3 (text)",
     architectures=("Emu3ForCausalLM",),
-    defaults={
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 9216,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "bos_token_id": 151849,
-        "eos_token_id": 151850,
-    },
-    shape=text_shape(184622, 4096, 14336, 32, 32),
+    defaults=Defaults("Emu3TextConfig", takes=TOKENS),
 )

@@ -11,11 +11,12 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, QueryGrowth
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 _CHUNKED = "chunked_attention"
 
@@ -113,33 +114,21 @@ _TENSORS = TensorNames(
     swapped=True,
     head_part="language_model",
 )
-_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 202048,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "num_local_experts": 16,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 1,
-    "use_qk_norm": True,
-    "no_rope_layer_interval": 4,
-    "attention_chunk_size": 8192,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-}
 _NOTES = "chunks of attention are sequences of their own, in every backend; `block_tokens` must divide them"
 
-LLAMA_4 = Family("Llama 4", ("Llama4ForCausalLM",), _read, _DEFAULTS, _TENSORS, notes=_NOTES)
+LLAMA_4 = Family(
+    "Llama 4",
+    ("Llama4ForCausalLM",),
+    _read,
+    Defaults("Llama4TextConfig", takes=("vocab_size", "intermediate_size")),
+    _TENSORS,
+    notes=_NOTES,
+)
 LLAMA_4_TEXT = Family(
     "Llama 4 (text)",
     ("Llama4ForConditionalGeneration",),
     _read,
-    _DEFAULTS,
+    Defaults("Llama4TextConfig", takes=("vocab_size", "intermediate_size")),
     replace(
         BESIDE_VISION,
         names=_NAMES,
@@ -151,5 +140,4 @@ LLAMA_4_TEXT = Family(
     ),
     notes=_NOTES,
     head_part="text_config",
-    shape=text_shape(202048, 5120, 8192, 48, 40),
 )

@@ -16,16 +16,6 @@ from . import reading
 _UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
-MAMBA_2_DEFAULTS = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-}
-
-
 def mamba_2(fields: ConfigJson, size: int | None = None) -> MambaSpec:
     """Its specification. size: width of all heads; None: `mamba_expand` says it."""
     heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")

@@ -15,6 +15,7 @@ from ..specs.norms import NormSpec
 from ..specs.selective_scan import SelectiveScanSpec
 from ..specs.tensor_names import TensorNames
 from . import reading
+from .defaults import Defaults
 from .mamba import check_time_steps
 from .mamba_2 import MIXER_NAMES, MOST_TOKENS
 
@@ -53,24 +54,15 @@ def time_step_rank(fields: ConfigJson, name: str) -> int:
     return ceil(fields.integer("hidden_size") / 16) if is_auto else fields.integer(name)
 
 
-_DEFAULTS = {
-    "state_size": 16,
-    "layer_norm_epsilon": 1e-5,
-    "expand": 2,
-    "conv_kernel": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "tie_word_embeddings": True,
-}
 _NAMES = {**MIXER_NAMES, **{f"mamba.{each}": f"mixer.{each}" for each in ("x_proj", "dt_proj")}}
 _TENSORS = TensorNames(prefixes=("backbone.", ""), norm="norm_f", embeddings="embeddings", names=_NAMES)
 STEPS_NOTE = "adapters whose `dt_proj` is not zero are refused: transformers multiplies by its weight, past LoRA"
-MAMBA = Family("Mamba", ("MambaForCausalLM",), _read, _DEFAULTS, _TENSORS, notes=STEPS_NOTE)
+MAMBA = Family("Mamba", ("MambaForCausalLM",), _read, Defaults("MambaConfig"), _TENSORS, notes=STEPS_NOTE)
 FALCON_MAMBA = Family(
     "Falcon-Mamba",
     ("FalconMambaForCausalLM",),
     _read_falcon,
-    {**_DEFAULTS, "mixer_rms_eps": 1e-6},
+    Defaults("FalconMambaConfig"),
     _TENSORS,
     notes=STEPS_NOTE,
 )

@@ -13,6 +13,7 @@ from ..specs.norms import NormSpec
 from ..specs.recurrent import MambaSpec
 from ..specs.tensor_names import TensorNames
 from . import reading
+from .defaults import Defaults
 from .mamba import check_time_steps
 
 #: Tokens of a request, where `config.json` says nothing, as that of transformers' class does: states have no limit.
@@ -54,17 +55,6 @@ MAMBA_2 = Family(
     "Mamba 2",
     ("Mamba2ForCausalLM",),
     _read,
-    {
-        "num_heads": 128,
-        "head_dim": 64,
-        "state_size": 128,
-        "layer_norm_epsilon": 1e-5,
-        "expand": 2,
-        "conv_kernel": 4,
-        "n_groups": 8,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": False,
-    },
+    Defaults("Mamba2Config"),
     TensorNames(prefixes=("backbone.", ""), norm="norm_f", embeddings="embeddings", names=MIXER_NAMES),
 )

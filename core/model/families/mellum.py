@@ -9,6 +9,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -44,16 +45,6 @@ MELLUM = Family(
     "Mellum 2",
     ("MellumForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "sliding_window": 1024,
-        "intermediate_size": 7168,
-        "moe_intermediate_size": 896,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    },
+    Defaults("MellumConfig", takes=("intermediate_size",)),
     notes="draft layers (`mtp`) are left out",
 )

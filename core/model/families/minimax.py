@@ -10,6 +10,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -37,15 +38,7 @@ MINIMAX_M2 = Family(
     "MiniMax-M2",
     ("MiniMaxM2ForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 196608,
-        "rope_theta": 5000000.0,
-        "partial_rotary_factor": 1.0,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-    },
+    Defaults("MiniMaxM2Config", {"partial_rotary_factor": 1.0}),
     TensorNames(
         names={
             **LLAMA_NORMS,

@@ -12,11 +12,12 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import ClampedSwiglu, GatedSpec, Routing, Scoring
 from ..specs.indexer import BlockIndexerSpec
 from ..specs.tensor_names import CORRECTION, FUSED_GATE_UP, LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 from .reading import FULL
 
 SPARSE = "minimax_m3_sparse"
@@ -138,28 +139,7 @@ MINIMAX_M3 = Family(
     "MiniMax-M3",
     ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 524288,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 5000000.0,
-        "partial_rotary_factor": 1.0,
-        "intermediate_size": 3072,
-        "dense_intermediate_size": 12288,
-        "shared_intermediate_size": 3072,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 2.0,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "index_n_heads": 4,
-        "index_head_dim": 128,
-        "index_block_size": 128,
-        "index_topk_blocks": 16,
-        "index_local_blocks": 1,
-    },
+    Defaults("MiniMaxM3VLTextConfig", {"partial_rotary_factor": 1.0}, takes=("intermediate_size",)),
     _TENSORS,
     notes="pages keep keys of the indexer that chooses blocks of tokens; draft layers are left out",
-    shape=text_shape(200064, 6144, 3072, 60, 64),
 )

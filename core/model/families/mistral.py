@@ -14,11 +14,12 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, QueryGrowth
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.tensor_names import BESIDE_VISION
 from ..specs.vision import PROJECTED, SEES
 from . import glm_moe, latent, reading, rotary
+from .defaults import UNREAD, Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -74,10 +75,10 @@ def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
     """The text model of a vision model is Mistral Small 4's, Ministral 3's or an earlier one, as `model_type` says."""
     kind = fields.text("model_type", "mistral")
     if kind == "ministral3":
-        return MINISTRAL_3.read(fields.with_defaults({**MINISTRAL_3.defaults, **MINISTRAL_3.shape}))
+        return MINISTRAL_3.read(fields.with_defaults(MINISTRAL_3.defaults))
     if kind != "mistral4":
-        return _read_part(fields.with_defaults({**_DEFAULTS, **MISTRAL.shape}))
-    model = _read_4(fields.with_defaults({**_DEFAULTS_4, **text_shape(131072, 4096, 12288, 36, 32)}))
+        return _read_part(fields.with_defaults(MISTRAL.defaults))
+    model = _read_4(fields.with_defaults(MISTRAL_4.defaults))
     return replace(model, tensors=replace(BESIDE_VISION, names=model.tensors.names))
 
 
@@ -88,69 +89,40 @@ def _growth(fields: ConfigJson) -> QueryGrowth:
 
 
 _BETA = "llama_4_scaling_beta"
-_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
 MISTRAL = Family(
     "Mistral",
     ("MistralForCausalLM",),
     _read,
-    _DEFAULTS,
+    Defaults("MistralConfig"),
     nulls=("head_dim",),
-    shape=text_shape(32000, 4096, 14336, 32, 32),
 )
 MISTRAL_PART = replace(MISTRAL, read=_read_part)
 MINISTRAL = Family(
     "Ministral 8B",
     ("MinistralForCausalLM",),
     _read_ministral,
-    _DEFAULTS,
+    Defaults("MinistralConfig"),
     nulls=("head_dim",),
-    shape=text_shape(32000, 4096, 14336, 32, 32),
 )
 MINISTRAL_3 = Family(
     "Ministral 3",
     ("Ministral3ForCausalLM",),
     _read_ministral_3,
-    {
-        **_DEFAULTS,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "rope_parameters": {
-            "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-        },
-    }, shape=text_shape(131072, 4096, 14336, 34, 32),)  # fmt: skip
-_DEFAULTS_4 = {
-    **latent.DEFAULTS,
-    "q_lora_rank": 1024,
-    "kv_lora_rank": 256,
-    "qk_nope_head_dim": 64,
-    "rope_interleave": True,
-    "max_position_embeddings": 1048576,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
-        "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-    },
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 4,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
-}  # fmt: skip
+    Defaults("Ministral3Config"),
+)
 MISTRAL_4 = Family(
     "Mistral Small 4 (text)",
     ("Mistral4ForCausalLM",),
     _read_4,
-    {**_DEFAULTS_4, "num_key_value_heads": 32},
+    Defaults(
+        "Mistral4Config",
+        {
+            "num_nextn_predict_layers": 0,
+            "partial_rotary_factor": UNREAD,
+        },
+        takes=("intermediate_size",),
+    ),
     glm_moe.TENSORS,
     notes=reading.LATENTS_NOTE,
     nulls=("head_dim", "num_key_value_heads", "v_head_dim"),

@@ -10,6 +10,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -29,14 +30,7 @@ MIXTRAL = Family(
     "Mixtral",
     ("MixtralForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    Defaults("MixtralConfig"),
     TensorNames(
         names={
             **LLAMA_NORMS,

@@ -13,6 +13,7 @@ from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import NormSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -41,7 +42,7 @@ NANOCHAT = Family(
     "nanochat",
     ("NanoChatForCausalLM",),
     _read,
-    {"max_position_embeddings": 2048, "intermediate_size": 8192, "final_logit_softcapping": 15.0},
+    Defaults("NanoChatConfig", takes=("intermediate_size",)),
     TensorNames(names={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}),
     nulls=("final_logit_softcapping", "num_key_value_heads"),
 )

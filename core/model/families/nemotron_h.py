@@ -16,6 +16,7 @@ from ..specs.norms import NormSpec
 from ..specs.recurrent import MambaSpec
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import reading
+from .defaults import Defaults
 
 _MAMBA, _MLP, _EXPERTS = "linear_attention", "mlp", "moe"
 
@@ -121,29 +122,7 @@ NEMOTRON_H = Family(
     "Nemotron-H, Nemotron Nano 2 and 3, Nemotron 3 Super and Ultra",
     ("NemotronHForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "intermediate_size": 21_504,
-        "layer_norm_epsilon": 1e-5,
-        "mlp_hidden_act": "relu2",
-        "ssm_state_size": 128,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "time_step_min": 0.001,
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "num_experts_per_tok": 2,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-    },
+    Defaults("NemotronHConfig", takes=("intermediate_size",)),
     TensorNames(
         prefixes=("model.", "backbone.", ""),
         norm="norm_f",

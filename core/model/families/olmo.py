@@ -8,11 +8,12 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.norms import NormKind, Norms, NormSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AFTER_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> ModelConfig:
@@ -67,29 +68,26 @@ def _read_3(fields: ConfigJson) -> ModelConfig:
 
 _THETA = 500000.0
 _NAMES = TensorNames(names=AFTER_NORMS)
-_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
 OLMO_1 = Family(
     "OLMo 1",
     ("OlmoForCausalLM",),
     _read_1,
-    {"max_position_embeddings": 2048},
+    Defaults("OlmoConfig"),
 )
 OLMO_2 = Family(
     "OLMo 2",
     ("Olmo2ForCausalLM",),
     _read_2,
-    _DEFAULTS,
+    Defaults("Olmo2Config"),
     _NAMES,
     nulls=("num_key_value_heads",),
-    shape=text_shape(50304, 4096, 11008, 32, 32),
 )
 OLMO_3 = Family(
     "OLMo 3",
     ("Olmo3ForCausalLM",),
     _read_3,
-    {**_DEFAULTS, "sliding_window": 4096},
+    Defaults("Olmo3Config"),
     _NAMES,
     nulls=("num_key_value_heads",),
-    shape=text_shape(50304, 4096, 11008, 32, 32),
 )

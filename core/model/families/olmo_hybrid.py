@@ -17,6 +17,7 @@ from ..specs.recurrent import GatedDeltaSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AFTER_NORMS, JOINED_CONVS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 _LINEAR = "linear_attention"
 
@@ -77,7 +78,7 @@ OLMO_HYBRID = Family(
     "OLMo Hybrid",
     ("OlmoHybridForCausalLM",),
     _read,
-    {"max_position_embeddings": 65_536, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+    Defaults("OlmoHybridConfig"),
     TensorNames(
         names={
             **AFTER_NORMS,

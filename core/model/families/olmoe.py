@@ -11,6 +11,7 @@ from ..specs.feed_forward import Routing
 from ..specs.norms import Norms
 from ..specs.tensor_names import AFTER_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -35,26 +36,13 @@ OLMOE = Family(
     "OLMoE",
     ("OlmoeForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "intermediate_size": 2048,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
+    Defaults("OlmoeConfig", takes=("intermediate_size",)),
 )
 FLEX_OLMO = Family(
     "FlexOlmo",
     ("FlexOlmoForCausalLM",),
     _read_flex,
-    {
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "intermediate_size": 11008,
-        "num_experts": 7,
-        "num_experts_per_tok": 5,
-        "rope_theta": 500000.0,
-    },
+    Defaults("FlexOlmoConfig", takes=("intermediate_size",)),
     TensorNames(names=AFTER_NORMS),
     nulls=("num_key_value_heads",),
 )

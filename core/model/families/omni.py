@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.tensor_names import TensorNames
 from . import qwen, qwen3_moe
+from .defaults import UNREAD, Defaults
 
 _OUTER = ("", "thinker.")
 _TOWERS = ("visual.", "audio_tower.", "model.visual.", "model.audio_tower.")
@@ -41,24 +42,18 @@ QWEN2_5_OMNI = Family(
     "Qwen2.5-Omni's thinker (text)",
     ("Qwen2_5OmniThinkerForConditionalGeneration",),
     qwen.reader(None, axes=qwen.AXES),
-    {
-        **qwen.QWEN2.defaults,
-        "num_key_value_heads": 4,
-        "rope_theta": 1000000.0,
-    },
+    Defaults("Qwen2_5OmniTextConfig", {"sliding_window": 4096, "tie_word_embeddings": UNREAD}),
     _TENSORS,
     notes="text only",
     nulls=("num_key_value_heads",),
-    shape=text_shape(152064, 3584, 18944, 28, 28),
 )
 QWEN3_OMNI = Family(
     "Qwen3-Omni's thinker (text)",
     ("Qwen3OmniMoeThinkerForConditionalGeneration",),
     qwen3_moe.QWEN3_MOE.read,
-    {**qwen3_moe.QWEN3_MOE.defaults, "num_key_value_heads": 4, "rope_theta": 1000000.0, "norm_topk_prob": True},
+    Defaults("Qwen3OmniMoeTextConfig", {"sliding_window": 4096}, takes=("intermediate_size",)),
     _TENSORS,
     notes="text only",
-    shape=text_shape(3584, 2048, 18944, 28, 28),
 )
 QWEN2_5_OMNI_WHOLE = _of_whole(QWEN2_5_OMNI, "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
 QWEN3_OMNI_WHOLE = _of_whole(QWEN3_OMNI, "Qwen3OmniMoeForConditionalGeneration")

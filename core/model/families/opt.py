@@ -18,6 +18,7 @@ from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import TensorNames
 from . import gpt_2, reading
+from .defaults import TOKENS, Defaults
 
 _EPS = 1e-5
 """PyTorch's of LayerNorm; no field changes it."""
@@ -90,17 +91,7 @@ OPT = Family(
     "OPT",
     ("OPTForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 2048,
-        "ffn_dim": 3072,
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "layer_norm_elementwise_affine": True,
-        "enable_bias": True,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-    },
+    Defaults("OPTConfig", takes=TOKENS),
     TensorNames(
         prefixes=("model.decoder.", "decoder."), norm="final_layer_norm", positions="embed_positions", names=_NAMES
     ),
@@ -111,13 +102,7 @@ BIOGPT = Family(
     "BioGPT",
     ("BioGptForCausalLM",),
     _read_bio,
-    {
-        "max_position_embeddings": 1024,
-        "scale_embedding": True,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-    },
+    Defaults("BioGptConfig", takes=TOKENS),
     TensorNames(
         prefixes=("biogpt.", ""),
         heads=("output_projection.weight", "lm_head.weight"),
@@ -130,14 +115,6 @@ XGLM = Family(
     "XGLM",
     ("XGLMForCausalLM",),
     _read_xglm,
-    {
-        "max_position_embeddings": 2048,
-        "ffn_dim": 4096,
-        "scale_embedding": True,
-        "add_cross_attention": False,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-    },
+    Defaults("XGLMConfig", takes=TOKENS),
     TensorNames(norm="layer_norm", names=_NAMES),
 )

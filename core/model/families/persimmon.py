@@ -11,10 +11,11 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import gpt_2, reading, rotary
+from .defaults import Defaults
 
 _FUSED = "self_attn.query_key_value"
 
@@ -39,7 +40,7 @@ PERSIMMON = Family(
     "Persimmon",
     ("PersimmonForCausalLM",),
     _read,
-    {"max_position_embeddings": 16384, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+    Defaults("PersimmonConfig"),
     TensorNames(
         norm="final_layernorm",
         names={
@@ -53,5 +54,4 @@ PERSIMMON = Family(
         fused={_FUSED: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
         by_unit=(_FUSED,),
     ),
-    shape=text_shape(262144, 4096, 16384, 36, 64),
 )

@@ -11,11 +11,12 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 _ROPE_NAMES = {"su": "longrope", "yarn": "longrope"}
 
@@ -47,27 +48,16 @@ PHI_3 = Family(
     "Phi-3 and Phi-4",
     ("Phi3ForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 1.0,
-    },
+    Defaults("Phi3Config"),
     TensorNames(fused={**FUSED_QKV, **FUSED_GATE_UP}),
     notes="with longrope, up to the original positions unless `--max-model-len` asks for more",
     nulls=("num_key_value_heads",),
-    shape=text_shape(32064, 3072, 8192, 32, 32),
 )
 PHI_4_MULTIMODAL = replace(
     PHI_3,
     title="Phi-4 Multimodal (text)",
     architectures=("Phi4MultimodalForCausalLM",),
-    defaults={
-        **PHI_3.defaults,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "bos_token_id": 199999,
-    },
+    defaults=Defaults("Phi4MultimodalConfig", takes=("bos_token_id",)),
     tensors=replace(PHI_3.tensors, left_out=("model.embed_tokens_extend.",)),
     notes=f"text only; {PHI_3.notes}",
 )
@@ -75,7 +65,7 @@ PHI_2 = Family(
     "Phi-1, 1.5 and 2",
     ("PhiForCausalLM",),
     _read_2,
-    {"max_position_embeddings": 2048, "partial_rotary_factor": 0.5, "intermediate_size": 8192},
+    Defaults("PhiConfig", takes=("intermediate_size",)),
     TensorNames(
         norm="final_layernorm",
         names={

@@ -14,6 +14,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.tensor_names import TensorNames
 from . import mixtral, reading, rotary
+from .defaults import Defaults
 
 _PER_TOKEN = 2
 """Experts of a token in transformers' code, whatever the field says."""
@@ -52,15 +53,7 @@ PHI_MOE = Family(
     "Phi-3.5-MoE",
     ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.01,
-    },
+    Defaults("PhimoeConfig"),
     TensorNames(
         names=mixtral.MIXTRAL.tensors.names,
         adapter_names={"mlp.gate": "mlp.router"},

@@ -11,11 +11,12 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TEXT_AND_IMAGES
 from ..specs.vision import SEES, VisionSpec
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def reader(
@@ -64,27 +65,19 @@ def _windows(fields: ConfigJson, count: int) -> list[int | None]:
     return [window if seen == reading.SLIDING else None for seen in types]
 
 
-_TEXT = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
-_QWEN2 = {**_TEXT, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_QWEN3 = {**_QWEN2, "head_dim": 128}
-_QWEN2_VL = {**_QWEN2, "num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5}
-_QWEN3_VL = {**_TEXT, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0}
-
 QWEN2 = Family(
     "Qwen2 and Qwen2.5",
     ("Qwen2ForCausalLM",),
     reader(None),
-    _QWEN2,
+    Defaults("Qwen2Config"),
     nulls=("num_key_value_heads",),
-    shape=text_shape(151936, 4096, 22016, 32, 32),
 )
 QWEN3 = Family(
     "Qwen3",
     ("Qwen3ForCausalLM",),
     reader(HeadNorm.EACH),
-    _QWEN3,
+    Defaults("Qwen3Config"),
     nulls=("num_key_value_heads",),
-    shape=text_shape(151936, 4096, 22016, 32, 32),
 )
 AXES = partial(rotary.in_sections, default=(16, 24, 24))
 VISION = VisionSpec(
@@ -94,11 +87,10 @@ QWEN2_VL = Family(
     "Qwen2-VL and Qwen2.5-VL",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     reader(None, {"mrope": "default"}, AXES),
-    _QWEN2_VL,
+    Defaults("Qwen2_5_VLTextConfig"),
     TEXT_AND_IMAGES,
     notes=SEES,
     nulls=("num_key_value_heads", "use_sliding_window"),
-    shape=text_shape(152064, 8192, 29568, 80, 64),
     vision=VISION,
 )
 QWEN3_AXES = partial(rotary.in_turns, default=(24, 20, 20))
@@ -107,10 +99,9 @@ QWEN3_VL = Family(
     "Qwen3-VL",
     ("Qwen3VLForConditionalGeneration",),
     reader(HeadNorm.EACH, axes=QWEN3_AXES),
-    _QWEN3_VL,
+    Defaults("Qwen3VLTextConfig"),
     TEXT_AND_IMAGES,
     notes=SEES,
     nulls=("num_key_value_heads",),
-    shape=text_shape(151936, 4096, 22016, 32, 32),
     vision=QWEN3_VISION,
 )

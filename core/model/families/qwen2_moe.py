@@ -5,9 +5,10 @@ from __future__ import annotations
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -44,19 +45,6 @@ QWEN2_MOE = Family(
     "Qwen1.5-MoE and Qwen2-MoE",
     ("Qwen2MoeForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "qkv_bias": True,
-        "intermediate_size": 5632,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "decoder_sparse_step": 1,
-    },
+    Defaults("Qwen2MoeConfig", takes=("intermediate_size",)),
     nulls=("num_key_value_heads",),
-    shape=text_shape(151936, 2048, 5632, 24, 16),
 )

@@ -17,12 +17,13 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Experts, GatedSpec, Routing
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import TensorNames
 from ..specs.vision import SEES
 from . import qwen, reading, rotary
+from .defaults import Defaults
 
 _LINEAR = "linear_attention"
 
@@ -99,43 +100,23 @@ def delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
     )
 
 
-_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "max_position_embeddings": 32768,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
 _NAMES = TensorNames(prefixes=("model.language_model.", "model."), left_out=("visual.", "model.visual.", "mtp."))
 QWEN3_5 = Family(
     "Qwen3.5 and 3.6 (dense)",
     ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     _read,
-    _DEFAULTS,
+    Defaults("Qwen3_5TextConfig"),
     _NAMES,
     notes=f"{SEES}; draft layers (`mtp`) are left out",
-    shape=text_shape(248320, 4096, 12288, 32, 16),
     vision=replace(qwen.VISION, token=248056),
 )
 QWEN3_5_MOE = Family(
     "Qwen3.5-MoE",
     ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     _read_experts,
-    {
-        **_DEFAULTS,
-        "num_key_value_heads": 2,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-    },
+    Defaults("Qwen3_5MoeTextConfig"),
     _NAMES,
     notes=f"{SEES}; draft layers (`mtp`) are left out",
-    shape=text_shape(248320, 2048, None, 40, 16),
     vision=replace(qwen.VISION, token=248056),
 )
 _FUSED = {
@@ -147,13 +128,6 @@ QWEN3_NEXT = Family(
     "Qwen3-Next",
     ("Qwen3NextForCausalLM",),
     _read_next,
-    {
-        **QWEN3_5_MOE.defaults,
-        "intermediate_size": 5632,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
+    Defaults("Qwen3NextConfig", takes=("intermediate_size",)),
     notes="draft layers (`mtp`) are left out",
 )

@@ -7,11 +7,12 @@ from dataclasses import replace
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TEXT_AND_IMAGES
 from ..specs.vision import SEES
 from . import qwen, reading, rotary
+from .defaults import UNREAD, Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -39,35 +40,15 @@ QWEN3_MOE = Family(
     "Qwen3-MoE",
     ("Qwen3MoeForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-    },
-    shape=text_shape(151936, 2048, 6144, 24, 32),
+    Defaults("Qwen3MoeConfig", takes=("intermediate_size",)),
 )
 QWEN3_VL_MOE = Family(
     "Qwen3-VL-MoE",
     ("Qwen3VLMoeForConditionalGeneration",),
     _read_seeing,
-    {
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 128000,
-        "rope_theta": 500000.0,
-        "intermediate_size": 5632,
-        "moe_intermediate_size": 1408,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "decoder_sparse_step": 1,
-    },
+    Defaults("Qwen3VLMoeTextConfig", {"tie_word_embeddings": UNREAD}, takes=("intermediate_size",)),
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
     notes=SEES,
     nulls=("head_dim",),
-    shape=text_shape(151936, 2048, 5632, 24, 16),
     vision=qwen.QWEN3_VISION,
 )

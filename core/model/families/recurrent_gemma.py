@@ -16,6 +16,7 @@ from ..specs.family import Family
 from ..specs.rg_lru import RgLruSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 _ATTENTION, _RECURRENT = "attention", "recurrent"
 
@@ -79,16 +80,7 @@ RECURRENT_GEMMA = Family(
     "RecurrentGemma",
     ("RecurrentGemmaForCausalLM",),
     _read,
-    {
-        "attention_window_size": 2048,
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    },
+    Defaults("RecurrentGemmaConfig"),
     TensorNames(
         norm="final_norm",
         names={

@@ -12,6 +12,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import deepseek, glm_moe, reading
+from .defaults import UNREAD, Defaults
 
 _FIELDS = {
     "n_routed_experts": "num_experts",
@@ -55,20 +56,22 @@ SARVAM = Family(
     "Sarvam-MoE (30B)",
     ("SarvamMoEForCausalLM",),
     _read,
-    {
-        **glm_moe.GLM_4_MOE.defaults,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 8000000.0,
-        "partial_rotary_factor": 1.0,
-        "intermediate_size": 8192,
-        "moe_intermediate_size": 1024,
-        "num_experts_per_tok": 6,
-        "routed_scaling_factor": 2.5,
-        "use_qk_norm": True,
-        "num_nextn_predict_layers": 0,
-    },
+    Defaults(
+        "Glm4MoeConfig",
+        {
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "partial_rotary_factor": 1.0,
+            "intermediate_size": 8192,
+            "moe_intermediate_size": 1024,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 0,
+            "head_dim": 64,
+            "rope_theta": 8000000.0,
+            "use_qk_norm": True,
+        },
+    ),
     glm_moe.TENSORS,
     model_types=("sarvam_moe",),
 )
@@ -76,16 +79,19 @@ SARVAM_MLA = Family(
     "Sarvam-MLA (105B)",
     ("SarvamMLAForCausalLM",),
     _read_latent,
-    {
-        **deepseek.DEEPSEEK_V3.defaults,
-        "q_lora_rank": None,
-        "intermediate_size": 16384,
-        "n_routed_experts": 128,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
-    },
+    Defaults(
+        "DeepseekV3Config",
+        {
+            "q_lora_rank": None,
+            "intermediate_size": 16384,
+            "n_routed_experts": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+            "num_key_value_heads": UNREAD,
+        },
+    ),
     glm_moe.TENSORS,
     model_types=("sarvam_mla",),
     notes=reading.LATENTS_NOTE,

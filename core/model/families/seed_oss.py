@@ -8,6 +8,7 @@ from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -27,6 +28,6 @@ SEED_OSS = Family(
     "Seed-OSS",
     ("SeedOssForCausalLM",),
     _read,
-    {"num_key_value_heads": 8, "max_position_embeddings": 524288, "head_dim": 128, "attention_bias": True},
+    Defaults("SeedOssConfig"),
     nulls=("head_dim", "num_key_value_heads"),
 )

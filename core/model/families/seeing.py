@@ -138,7 +138,7 @@ def reader(
         name = fields.raw.get("model_type") or default
         if not isinstance(name, str) or (family := texts.get(name)) is None:
             raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(texts)}")
-        fields = fields.with_defaults({**family.defaults, **family.shape})
+        fields = fields.with_defaults(family.defaults)
         if own_head and fields.boolean("tie_word_embeddings"):
             raise fields.refuse("tie_word_embeddings", "not supported with this architecture; only false is")
         for each in left_out:

@@ -14,7 +14,7 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
@@ -36,6 +36,7 @@ from . import (
     rotary,
     seeing,
 )
+from .defaults import TOKENS, Defaults
 from .inkling import family as inkling
 from .seeing import Around
 
@@ -81,16 +82,8 @@ _MLLAMA = Family(
     "Llama 3.2 Vision (text)",
     ("MllamaForCausalLM",),
     _read_mllama,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    },
+    Defaults("MllamaTextConfig", takes=TOKENS),
     nulls=("head_dim", "num_key_value_heads"),
-    shape=text_shape(128256, 4096, 14336, 40, 32),
 )
 #: A layer's norms stand before its parts or behind them: Molmo 2 has the same names for both.
 _MOLMO_NORMS = {
@@ -119,20 +112,13 @@ _MOLMO_2_TEXT = Family(
     "Molmo 2 (text)",
     (),
     _read_molmo,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 36864,
-        "qk_norm_type": "qwen3",
-        "additional_vocab_size": 128,
-    },
+    Defaults("Molmo2TextConfig"),
     TensorNames(
         names=_MOLMO_NORMS,
         joined={"wte.embed_tokens.weight": ("wte.embedding", "wte.new_embedding")},
         published=(_MOLMO_2_PUBLISHED,),
     ),
     nulls=("rope_scaling_layers",),
-    shape=text_shape(151936, 4096, 12288, 36, 32),
 )
 _TEXTS: Mapping[str, Family] = MappingProxyType(
     {

@@ -6,8 +6,9 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -44,13 +45,6 @@ SMOLLM3 = Family(
     "SmolLM3",
     ("SmolLM3ForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rope_theta": 2000000.0,
-        "no_rope_layer_interval": 4,
-        "tie_word_embeddings": True,
-    },
+    Defaults("SmolLM3Config"),
     nulls=("num_key_value_heads",),
-    shape=text_shape(128256, 2048, 11008, 36, 16),
 )

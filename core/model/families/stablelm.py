@@ -10,6 +10,7 @@ from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -30,7 +31,7 @@ STABLELM = Family(
     "StableLM",
     ("StableLmForCausalLM",),
     _read,
-    {"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
+    Defaults("StableLmConfig"),
     TensorNames(names=LLAMA_NORMS),
     notes="models with norms of heads (`qk_layernorm`) are refused",
 )

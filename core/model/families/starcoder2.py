@@ -10,6 +10,7 @@ from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -31,6 +32,6 @@ STARCODER_2 = Family(
     "StarCoder 2",
     ("Starcoder2ForCausalLM",),
     _read,
-    {"num_key_value_heads": 2, "max_position_embeddings": 4096, "use_bias": True, "tie_word_embeddings": True},
+    Defaults("Starcoder2Config"),
     TensorNames(names={**LLAMA_NORMS, "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
 )

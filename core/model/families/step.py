@@ -15,10 +15,11 @@ from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
-from ..specs.family import Family, text_shape
+from ..specs.family import Family
 from ..specs.feed_forward import Activation, BoundedSwiglu, GatedSpec, Routing, Scoring
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
+from .defaults import UNREAD, Defaults
 from .reading import FULL, SLIDING
 
 #: Names of fields here, and those which transformers takes for them.
@@ -215,20 +216,8 @@ STEP_3_7 = Family(
     "Step 3.7 (text)",
     ("Step3p7ForConditionalGeneration",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 128000,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1280,
-        "n_routed_experts": 288,
-        "num_experts_per_tok": 8,
-        "share_expert_dim": 1280,
-        "moe_router_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 0,
-    },
+    Defaults("Step3p7TextConfig", {"num_nextn_predict_layers": 0, "num_local_experts": UNREAD}),
     replace(_NAMES, published=(_PUBLISHED,)),
     notes="text only; draft layers after the last are left out",
     nulls=(*_LIMITS, "num_sliding_attention_heads", "query_pre_attn_scalar", "moe_layers_enum", "per_layer_config"),
-    shape=text_shape(128815, 4096, 11264, 45, 64),
 )

@@ -67,7 +67,7 @@ class Family:
     """Reads the configuration; raises UnsupportedModel for values that would not be computed as transformers does."""
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """transformers' defaults for fields that `config.json` leaves out."""
+    """transformers' defaults for fields that `config.json` leaves out; see `families/defaults.py`."""
 
     tensors: TensorNames = LLAMA_TENSORS
 
@@ -79,11 +79,6 @@ class Family:
 
     nulls: tuple[str, ...] = ()
     """Fields that may be null besides `NULLS`, as in transformers' class."""
-
-    shape: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """transformers' defaults for the shape of a text part beside others, which it saves without fields that equal its
-    defaults. A model of text alone has all of its shape in `config.json`.
-    """
 
     text_part: str = "text_config"
     """The field of `config.json` that describes the text part, where a model has others; of a part of a part, both with
@@ -100,15 +95,3 @@ class Family:
     """The field of the part whose class has the output projection, and says whether it is tied. Empty: that is the
     whole model. See `TensorNames.head_part`, too.
     """
-
-
-def text_shape(vocabulary: int, hidden: int, intermediate: int | None, layers: int, heads: int) -> dict[str, int]:
-    """The fields that every family needs for its shape. intermediate: None where all layers have experts."""
-    shape = {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
-    return {name: value for name, value in shape.items() if value is not None}

@@ -154,8 +154,8 @@ struct AttendOp {
 // out = attention of the queries that columns of q have, over latents.
 struct LatentAttendOp {
     int32_t q, column, out, layer;
-    int32_t chosen;  // of the tokens that queries attend to: see ChooseOp; 0: there are none
     LatentDesc latent;
+    int32_t chosen;  // of the tokens that queries attend to: see ChooseOp; 0: there are none
 };
 
 // Where pages keep an indexer's key of a token: in pieces, behind what they have of each head.

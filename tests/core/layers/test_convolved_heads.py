@@ -123,6 +123,4 @@ def test_ranks_and_the_native_decoder_are_refused_by_name(model):
     config = read_model_config(model)
     with pytest.raises(UnsupportedModel, match="values are those of the token before"):
         Shard(0, 2).config(config)
-    assert why_unsupported(config, torch.float32) == (
-        "it has no residual stream with learned factors, and this model has it"
-    )
+    assert why_unsupported(config, torch.float32) == ("it has no learned factor of embeddings, and this model has it")

@@ -26,7 +26,7 @@ from chorus.memory.files.error import AdapterFormatError
 from ...conftest import quiet
 from ...kept import kept_files
 from ..conftest import Answer, Driver, ticking
-from ..quantised.test_forms_by_group import FORMS, INVOCATION, Subject, groups_of, model_of, subject_of
+from ..quantised.test_forms_by_group import FORMS, INVOCATION, Subject, base_of, groups_of, model_of, subject_of
 from ..tiny_families import train_vectors, without_conversion
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -79,14 +79,13 @@ def subject(family: str) -> Subject:
 @without_conversion()
 def save_whole(family: str, root: Path) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     table = read_model_config(model_of(family)).projections
     merged = {each for layer in range(table.num_layers) for each in table.merged(layer)}
     paths = [path for group, paths in groups_of(family).items() if group in merged for path in paths]
     for seed, (form, arguments) in enumerate(WHOLE.items()):
+        base = base_of(model_of(family))
         torch.manual_seed(seed)
-        base = AutoModelForCausalLM.from_pretrained(model_of(family))
         modules = [name.rpartition(".")[2] for name, _ in base.named_modules()]
         parameters = [name for name, _ in base.named_parameters()]
         arguments = dict(arguments)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.pages.projections import Role
 
 from ...conftest import quiet
-from ...kept import kept_files
+from ...kept import KeptAnswers, kept_files
 from ..conftest import Driver
 from ..merging.test_merged import merge
 from ..model.program import golden
@@ -89,6 +90,7 @@ class Subject:
 
     model: Path
     adapters: dict[str, Path]
+    kept: KeptAnswers = field(default_factory=KeptAnswers)
 
 
 @cache
@@ -112,6 +114,18 @@ def model_of(family: str) -> Path:
     return kept_files(f"group forms {family}", lambda root: save_family(family, root / "model")) / "model"
 
 
+def base_of(model: Path) -> Any:
+    """The model in transformers, for peft to change. It is read once for all forms of a family."""
+    return deepcopy(_read(model))
+
+
+@lru_cache(1)
+def _read(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model)
+
+
 def subject_of(family: str, form: str) -> Subject:
     groups = [group for group in groups_of(family) if is_computed_by_peft(family, form, group)]
 
@@ -120,30 +134,34 @@ def subject_of(family: str, form: str) -> Subject:
             save_form(family, groups_of(family)[group], root / group, form)
 
     root = kept_files(f"group forms {family} {form}", write)
-    return Subject(model_of(family), {group: root / group for group in groups})
+    return Subject(model_of(family), {group: root / group for group in groups}, KeptAnswers(root))
 
 
 @quiet()
 @without_conversion()
 def save_form(family: str, paths: tuple[str, ...], path: Path, form: str) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
+    base = base_of(model_of(family))
     torch.manual_seed(5)
     lora = LoraConfig(
         r=3, lora_alpha=5, target_modules=[*paths], init_lora_weights=False, task_type="CAUSAL_LM", **FORMS[form]
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_of(family)), lora)
+    model = get_peft_model(base, lora)
     train_vectors(model)
     model.save_pretrained(path)
 
 
 def expected(it: Subject, name: str | None, prompt: list[int]) -> torch.Tensor:
     """PEFT's log-probability of each token of a prompt but the first."""
-    model = load_peft(it.model, {} if name is None else {name: it.adapters[name]})
-    with quiet(), torch.inference_mode():
-        scores = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
-    return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+    def compute() -> list[list[float]]:
+        model = load_peft(it.model, {} if name is None else {name: it.adapters[name]})
+        with quiet(), torch.inference_mode():
+            scores = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        return [scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()]
+
+    return torch.tensor(it.kept.get([name, prompt, "log-probabilities"], compute)[0])
 
 
 def found(driver: Driver, name: str | None, prompt: list[int]) -> torch.Tensor:

@@ -11,9 +11,10 @@ from dataclasses import replace
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, OutputGate
 from ...specs.config import ModelConfig
-from ...specs.family import Family, text_shape
+from ...specs.family import Family
 from ...specs.norms import Norms
 from .. import glm_moe, latent, reading
+from ..defaults import Defaults
 from .layer import AxLayer
 
 #: The norms before the parts of a layer with experts; others gate the first alone.
@@ -94,21 +95,7 @@ AX_K1 = Family(
     "A.X K1",
     ("AXK1ForCausalLM",),
     _read_k1,
-    {
-        **latent.DEFAULTS,
-        "num_key_value_heads": 64,
-        "rope_interleave": True,
-        "max_position_embeddings": 32768,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 192,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-    },
+    Defaults("AXK1Config", takes=("intermediate_size",)),
     _NAMES_K1,
     notes=reading.LATENTS_NOTE,
     nulls=("norm_topk_prob", "rope_interleave"),
@@ -117,29 +104,8 @@ AX_K2 = Family(
     "A.X K2",
     ("AXK2ForCausalLM",),
     _read_k2,
-    {
-        **latent.DEFAULTS,
-        **latent.INDEXER_DEFAULTS,
-        "num_key_value_heads": 32,
-        "index_n_heads": 16,
-        "q_lora_rank": 384,
-        "kv_lora_rank": 128,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
-        "gated_norm_rank": 16,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "intermediate_size": 5120,
-        "moe_intermediate_size": 512,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-    },
+    Defaults("AXK2Config", takes=("intermediate_size",)),
     _NAMES_K2,
     notes=reading.INDEXER_NOTE,
     nulls=("n_group", "topk_group"),
-    shape=text_shape(163840, 2048, 5120, 48, 32),
 )

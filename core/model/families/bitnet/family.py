@@ -10,6 +10,7 @@ from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.tensor_names import LLAMA_TENSORS
 from .. import reading, rotary
+from ..defaults import TOKENS, Defaults
 from .layer import BitNetLayer
 
 
@@ -26,15 +27,7 @@ BITNET = Family(
     "BitNet",
     ("BitNetForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 5,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "relu2",
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    },
+    Defaults("BitNetConfig", takes=TOKENS),
     LLAMA_TENSORS,
     notes="of weights that are not ternary; `quant_method: bitnet` is refused",
     nulls=("num_key_value_heads",),

@@ -14,6 +14,7 @@ from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.tensor_names import LLAMA_TENSORS
 from .. import reading, rotary
+from ..defaults import TOKENS, Defaults
 from .layer import DiffLlamaLayer
 
 
@@ -42,12 +43,7 @@ DIFF_LLAMA = Family(
     "DiffLlama",
     ("DiffLlamaForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    Defaults("DiffLlamaConfig", takes=TOKENS),
     LLAMA_TENSORS,
     notes="a token takes twice the memory of Llama's",
     nulls=("num_key_value_heads", "head_dim"),

@@ -13,9 +13,10 @@ from typing import Any
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, OutputGate
 from ...specs.config import ModelConfig
-from ...specs.family import Family, text_shape
+from ...specs.family import Family
 from ...specs.tensor_names import TensorNames
 from .. import glm_moe, latent, reading
+from ..defaults import Defaults
 from ..reading import FULL, SLIDING
 from .layer import Dots3Layer
 
@@ -163,28 +164,8 @@ DOTS_3_NOTE = Family(
     "Dots 3 Note",
     ("Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration"),
     _read,
-    {
-        **latent.DEFAULTS,
-        **latent.INDEXER_DEFAULTS,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1024,
-        "head_dim": 256,
-        "max_position_embeddings": 524288,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 80000000.0,
-        "intermediate_size": 13824,
-        "moe_intermediate_size": 1536,
-        "shared_experts_intermediate_size": 1536,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-    },
+    Defaults("Dots3NoteTextConfig", {"rope_theta": 80000000.0}, takes=("intermediate_size",)),
     TENSORS,
     notes=f"{reading.INDEXER_NOTE}; draft layers after the last are left out",
     nulls=("num_key_value_heads",),
-    shape=text_shape(152064, 5120, 13824, 46, 128),
 )

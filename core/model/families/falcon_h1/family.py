@@ -14,19 +14,9 @@ from ...specs.family import Family
 from ...specs.feed_forward import GatedSpec
 from .. import reading, rotary
 from ..bamba import BAMBA
-from ..mamba import MAMBA_2_DEFAULTS, mamba_2
+from ..defaults import Defaults
+from ..mamba import mamba_2
 from .layer import FalconH1Layer, MixerBeside
-
-#: Factors that are 1 where they are missing.
-_FACTORS = (
-    "embedding_multiplier",
-    "lm_head_multiplier",
-    "key_multiplier",
-    "attention_in_multiplier",
-    "attention_out_multiplier",
-    "ssm_in_multiplier",
-    "ssm_out_multiplier",
-)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -81,15 +71,7 @@ FALCON_H1 = Family(
     "Falcon-H1",
     ("FalconH1ForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        **MAMBA_2_DEFAULTS,
-        "mamba_d_ssm": 1024,
-        "mamba_norm_before_gate": True,
-        **dict.fromkeys(_FACTORS, 1.0),
-    },
+    Defaults("FalconH1Config"),
     BAMBA.tensors,
     nulls=("mamba_d_head", "mamba_d_ssm", "mamba_norm_before_gate", "mamba_rms_norm", "num_key_value_heads"),
 )

@@ -18,6 +18,7 @@ from ...specs.layers import LayerInputSpec, MediaTokens
 from ...specs.norms import Norms
 from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from .. import gemma_3, reading, rotary
+from ..defaults import SHAPE, Defaults
 from ..gemma_4 import family as gemma_4
 from ..reading import FULL, SLIDING
 from .layer import AltUpSpec, Gemma3nLayer
@@ -125,27 +126,6 @@ def _of_layers(fields: ConfigJson, name: str) -> Sequence[float] | None:
     return found
 
 
-_DEFAULTS = {
-    "vocab_size": 262400,
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 35,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "sliding_window": 512,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "final_logit_softcapping": 30.0,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-    "num_kv_shared_layers": 15,
-    "altup_num_inputs": 4,
-    "altup_active_idx": 0,
-    "altup_correct_scale": True,
-    "laurel_rank": 64,
-}
 #: Modules that embed tokens, the last ones first: their names, and fields' defaults.
 _MEDIA = {
     "audio_config": (
@@ -178,12 +158,25 @@ _TENSORS = replace(
 )
 _NOTES = 'no adapters on `altup` matrices: train with `exclude_modules=".*altup.*"`'
 
-GEMMA_3N = Family("Gemma 3n", ("Gemma3nForCausalLM",), partial(_read, tensors=_PLAIN), _DEFAULTS, _PLAIN, _NOTES)
+GEMMA_3N = Family(
+    "Gemma 3n",
+    ("Gemma3nForCausalLM",),
+    partial(_read, tensors=_PLAIN),
+    Defaults(
+        "Gemma3nTextConfig",
+        takes=SHAPE,
+    ),
+    _PLAIN,
+    _NOTES,
+)
 GEMMA_3N_TEXT = Family(
     "Gemma 3n (text)",
     ("Gemma3nForConditionalGeneration",),
     _read_text,
-    _DEFAULTS,
+    Defaults(
+        "Gemma3nTextConfig",
+        takes=SHAPE,
+    ),
     _TENSORS,
     f"text only; {_NOTES}",
 )

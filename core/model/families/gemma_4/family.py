@@ -12,7 +12,7 @@ from ....requests.blocks import Blocks
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, HeadNorm
 from ...specs.config import ModelConfig
-from ...specs.family import Family, text_shape
+from ...specs.family import Family
 from ...specs.feed_forward import Experts, Routing
 from ...specs.layers import LayerInputSpec
 from ...specs.norms import Norms
@@ -20,6 +20,7 @@ from ...specs.rope_config import RopeConfig
 from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from ...specs.vision import SEES, VisionSpec
 from .. import reading, rotary
+from ..defaults import Defaults
 from ..reading import FULL, SLIDING, Heads
 from .layer import Gemma4Layer
 
@@ -149,21 +150,6 @@ def _rope(fields: ConfigJson, kind: str, heads: Heads) -> RopeConfig:
     return rotary.rope_of_type(fields, heads.head_dim, rotary.whole_rope(fields, kind, _ROPES))
 
 
-_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "max_position_embeddings": 131072,
-    "sliding_window": 512,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "vocab_size": 262144,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-    "num_kv_shared_layers": 0,
-}
-_UNIFIED = {**_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
-
 _NAMES = {
     **AROUND_NORMS,
     "dense_out_norm": "post_feedforward_layernorm_1",
@@ -187,16 +173,22 @@ _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors
 
 _NULLS = ("final_logit_softcapping",)
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, nulls=_NULLS)
+GEMMA_4 = Family(
+    "Gemma 4",
+    ("Gemma4ForCausalLM",),
+    _read_plain,
+    Defaults("Gemma4TextConfig", {"global_head_dim": 512}, takes=("vocab_size",)),
+    _PLAIN,
+    nulls=_NULLS,
+)
 GEMMA_4_TEXT = Family(
     "Gemma 4 with images",
     ("Gemma4ForConditionalGeneration",),
     _read_text,
-    _DEFAULTS,
+    Defaults("Gemma4TextConfig", {"global_head_dim": 512}, takes=("vocab_size",)),
     _TENSORS,
     f"{SEES}, no sound",
     nulls=_NULLS,
-    shape=text_shape(262144, 2304, 9216, 30, 8),
     vision=VisionSpec(
         ("vision_tower", "embed_vision"),
         ("pixel_values", "image_position_ids"),
@@ -211,7 +203,11 @@ GEMMA_4_UNIFIED = Family(
     "Gemma 4 Unified",
     ("Gemma4UnifiedForCausalLM",),
     _read_plain,
-    _UNIFIED,
+    Defaults(
+        "Gemma4UnifiedTextConfig",
+        {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
+        takes=("vocab_size",),
+    ),
     _PLAIN,
     nulls=_NULLS,
 )
@@ -219,8 +215,11 @@ GEMMA_4_UNIFIED_TEXT = Family(
     "Gemma 4 Unified (text)",
     ("Gemma4UnifiedForConditionalGeneration",),
     _read_text,
-    _UNIFIED,
+    Defaults(
+        "Gemma4UnifiedTextConfig",
+        {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
+        takes=("vocab_size",),
+    ),
     _TENSORS,
     nulls=_NULLS,
-    shape=text_shape(262144, 2304, 9216, 30, 8),
 )

@@ -15,11 +15,12 @@ from dataclasses import replace
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, HeadNorm, LogGrowth, RelativeSpec
 from ...specs.config import ModelConfig
-from ...specs.family import Family, text_shape
+from ...specs.family import Family
 from ...specs.feed_forward import Experts, GatedSpec, Routing, Scoring
 from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading
+from ..defaults import TOKENS, Defaults
 from .layer import InklingLayer
 
 #: Types of layers without a window, and with one.
@@ -183,36 +184,11 @@ INKLING = Family(
     "Inkling",
     ("InklingForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "swa_num_attention_heads": 64,
-        "swa_num_key_value_heads": 16,
-        "swa_head_dim": 128,
-        "sliding_window": 512,
-        "d_rel": 16,
-        "rel_extent": 1024,
-        "log_scaling_n_floor": None,
-        "log_scaling_alpha": 0.1,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "conv_kernel_size": 4,
-        "intermediate_size": 24576,
-        "hidden_act": "silu",
-        "moe_intermediate_size": 3072,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 2,
-        "route_scale": 8.0,
-        "logits_mup_width_multiplier": 24.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    Defaults("InklingTextConfig", {"sliding_window": 512}, takes=("intermediate_size", *TOKENS)),
     _NAMES,
     notes=(
         "draft layers are left out; adapters on experts that every token goes to, and those with rows of embeddings of "
         f"their own, are refused; {reading.ON_OPERATORS}"
     ),
     nulls=("unpadded_vocab_size", "log_scaling_n_floor", "local_layer_ids", "dense_intermediate_size"),
-    shape=text_shape(201024, 6144, 24576, 66, 64),
 )

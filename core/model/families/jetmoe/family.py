@@ -13,6 +13,7 @@ from ...specs.feed_forward import Routing, Scoring
 from ...specs.norms import NormSpec
 from ...specs.tensor_names import LLAMA_NORMS, TensorNames
 from .. import reading, rotary
+from ..defaults import TOKENS, Defaults
 from .layer import JetMoeLayer
 from .ops import QueryExperts
 
@@ -36,18 +37,7 @@ JETMOE = Family(
     "JetMoE",
     ("JetMoeForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "activation_function": "silu",
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-    },
+    Defaults("JetMoeConfig", {"head_dim": 128}, takes=TOKENS),
     TensorNames(
         names={
             **LLAMA_NORMS,

@@ -15,6 +15,7 @@ from ...specs.family import Family
 from ...specs.feed_forward import Experts, Routing
 from ...specs.tensor_names import CORRECTION, LATENT_NORMS, LLAMA_NORMS, TensorNames
 from .. import latent, reading
+from ..defaults import TOKENS, Defaults
 from .layer import LongCatLayer
 
 #: Layers under one number.
@@ -117,22 +118,7 @@ LONGCAT_FLASH = Family(
     "LongCat-Flash",
     ("LongcatFlashForCausalLM",),
     _read,
-    {
-        **latent.DEFAULTS,
-        "num_layers": 28,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000000.0,
-        "head_dim": 64,
-        "ffn_hidden_size": 12288,
-        "expert_ffn_hidden_size": 2048,
-        "n_routed_experts": 512,
-        "zero_expert_num": 256,
-        "moe_topk": 12,
-        "routed_scaling_factor": 6.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    Defaults("LongcatFlashConfig", takes=TOKENS),
     _TENSORS,
     notes=(
         f"{reading.LATENTS_NOTE}; draft layers (`mtp`) are left out; adapters' tensors of routers have no effect, "

@@ -13,6 +13,7 @@ from ...specs.family import Family
 from ...specs.rope_config import RopeConfig
 from ...specs.tensor_names import LLAMA_NORMS, TensorNames
 from .. import reading, rotary
+from ..defaults import Defaults
 from ..reading import FULL, SLIDING
 from .layer import MiMoLayer
 
@@ -74,24 +75,7 @@ MIMO_V2_FLASH = Family(
     "MiMo-V2-Flash",
     ("MiMoV2FlashForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 4,
-        "head_dim": 192,
-        "v_head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 129,
-        "attention_value_scale": 0.707,
-        "intermediate_size": 16384,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "bos_token_id": 1,
-    },
+    Defaults("MiMoV2FlashConfig", takes=("intermediate_size", "bos_token_id")),
     TensorNames(
         names={**LLAMA_NORMS, "self_attn.sinks": "self_attn.attention_sink_bias"},
         left_out=("model.mtp.",),

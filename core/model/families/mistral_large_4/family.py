@@ -12,10 +12,11 @@ from dataclasses import replace
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
-from ...specs.family import Family, text_shape
+from ...specs.family import Family
 from ...specs.feed_forward import Routing
 from ...specs.tensor_names import BESIDE_VISION, TensorNames
 from .. import glm_moe, latent, reading
+from ..defaults import Defaults
 from .layer import MistralLarge4Layer
 
 _INTERVAL = "no_rope_layer_interval"
@@ -134,40 +135,13 @@ MISTRAL_LARGE_4 = Family(
     "Mistral Large 4 (text)",
     ("MistralLarge4ForConditionalGeneration",),
     _read,
-    {
-        **latent.DEFAULTS,
-        **latent.INDEXER_DEFAULTS,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 64,
-        "num_key_value_heads": 64,
-        "index_n_heads": 32,
-        "max_position_embeddings": 1048576,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 2048.0,
-            "original_max_position_embeddings": 512,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "attention_factor": 1.0,
-        },
-        "intermediate_size": 24576,
-        "moe_intermediate_size": 6144,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
-        "final_logit_softcapping": 30.0,
-        "bos_token_id": 1,
-    },
+    Defaults(
+        "MistralLarge4TextConfig",
+        {"q_lora_rank": None, "num_nextn_predict_layers": 0},
+        takes=("intermediate_size", "bos_token_id"),
+    ),
     _TENSORS,
     notes=f"{reading.INDEXER_NOTE}; with `kv_source_layers` {reading.ON_OPERATORS}; draft layers (`mtp_dspark`) are "
     "left out",
     nulls=("indexer_types", "index_topk_pattern", "kv_source_layers", "num_key_value_heads"),
-    shape=text_shape(204800, 6144, 24576, 72, 64),
 )

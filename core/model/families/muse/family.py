@@ -18,12 +18,13 @@ from dataclasses import replace
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ...specs.config import ModelConfig
-from ...specs.family import Family, text_shape
+from ...specs.family import Family
 from ...specs.feed_forward import LatentExperts, Routing, Scoring
 from ...specs.layers import LayerSpec
 from ...specs.norms import Norms, NormSpec
 from ...specs.tensor_names import AROUND_NORMS, TEXT_AND_IMAGES, TensorNames
 from .. import reading, rotary
+from ..defaults import TOKENS, Defaults
 from .layer import MuseLayer
 
 #: The base of Spark's rope where `config.json` says nothing of it; with an object that leaves it out, it is
@@ -119,47 +120,15 @@ GLIMMER = Family(
     "Muse Glimmer (text)",
     ("MuseGlimmerForConditionalGeneration",),
     _read,
-    {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "post_norm_eps": 1e-8,
-        "sliding_window": 2048,
-        "qk_scale_factor": 3.87,
-        "output_multiplier": 0.19611613513818404,
-        "final_logit_softcapping": 20.0,
-        "bos_token_id": 200000,
-        "eos_token_id": 200001,
-    },
+    Defaults("MuseGlimmerTextConfig", takes=TOKENS),
     _NAMES,
     notes="text only; adapters with rows of embeddings of their own are refused, as these are normalised",
-    shape=text_shape(202048, 6656, 19968, 52, 32),
 )
 SPARK = Family(
     "Muse Spark (text)",
     ("MuseSparkForConditionalGeneration",),
     _read_spark,
-    {
-        "num_key_value_heads": 16,
-        "head_dim": 64,
-        "max_position_embeddings": 1048576,
-        "rms_norm_eps": 1e-5,
-        "post_norm_eps": 1e-8,
-        "sliding_window": 2048,
-        "qk_scale_factor": 5.4730064863875,
-        "output_multiplier": 0.1767766952966369,
-        "final_logit_softcapping": 20.0,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 4096,
-        "moe_hidden_size": 4096,
-        "routed_scaling_factor": 1.0,
-        "residual_gate_temperature": 0.3,
-        "bos_token_id": 200000,
-        "eos_token_id": 200001,
-    },
+    Defaults("MuseSparkTextConfig", takes=TOKENS),
     replace(_NAMES, left_out=(*_NAMES.left_out, *(f"{outer}audio_tower." for outer in ("", "model.")))),
     notes=GLIMMER.notes,
-    shape=text_shape(202048, 8192, 16384, 62, 128),
 )

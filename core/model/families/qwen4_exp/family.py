@@ -12,7 +12,7 @@ from .....memory.files.module_behind import ModuleBehind
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ...specs.config import ModelConfig
-from ...specs.family import Family, text_shape
+from ...specs.family import Family
 from ...specs.feed_forward import Routing
 from ...specs.indexer import MeanIndexerSpec
 from ...specs.ngrams import NgramSpec
@@ -20,6 +20,7 @@ from ...specs.norms import Norms
 from ...specs.recurrent import GatedDeltaSpec
 from ...specs.tensor_names import TensorNames
 from .. import qwen3_5, reading, rotary
+from ..defaults import Defaults
 from .layer import GatedStreamsLayer, GatedStreamsSpec
 
 _LINEAR, _INDEXED = "linear_attention", "indexed_attention"
@@ -136,34 +137,9 @@ QWEN4_EXP = Family(
     "Qwen4-Exp",
     ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"),
     _read,
-    {
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 1.0,
-        "max_position_embeddings": 32768,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-        "hc_count": 4,
-        "hc_lowrank": 320,
-        "ple_conv_kernel_size": 4,
-        "ngram_size": 3,
-        "heads_per_ngram": 8,
-        "ngram_vocab_size_base": 20_000_000,
-        "make_ngram_vocab_size_divisible_by": 128,
-        "seed": 1234,
-        "split_ngram_parts": 512,
-    },
+    Defaults("Qwen4ExpTextConfig", {"partial_rotary_factor": 1.0}),
     _NAMES,
     notes="tables of n-grams stay in the host's memory; draft layers (`mtp`) are left out; on one rank, "
     f"{reading.ON_OPERATORS}",
     nulls=("ple_layer_ids", "ple_embed_dim", "output_gate_type"),
-    shape=text_shape(248320, 2048, None, 40, 16),
 )

@@ -23,6 +23,7 @@ from ...specs.recurrent import MambaSpec
 from ...specs.shared_block import SharedBlock
 from ...specs.tensor_names import TensorNames
 from .. import reading, rotary
+from ..defaults import Defaults
 from ..mamba_1 import time_step_rank
 from .layer import ZambaLayer
 
@@ -189,23 +190,7 @@ ZAMBA = Family(
     "Zamba",
     ("ZambaForCausalLM",),
     _read_first,
-    {
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "gelu",
-        "hidden_mamba_act": "silu",
-        "n_mamba_heads": 2,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_dt_rank": "auto",
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "attn_layer_period": 6,
-        "attn_layer_offset": 4,
-        "tie_word_embeddings": True,
-    },
+    Defaults("ZambaConfig"),
     TensorNames(
         norm="final_layernorm",
         names={
@@ -220,20 +205,7 @@ ZAMBA_2 = Family(
     "Zamba 2",
     ("Zamba2ForCausalLM",),
     _read,
-    {
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "gelu",
-        "mamba_d_state": 64,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 8,
-        "time_step_min": 0.001,
-        "num_mem_blocks": 1,
-        "adapter_rank": 128,
-        "tie_word_embeddings": True,
-    },
+    Defaults("Zamba2Config"),
     TensorNames(
         norm="final_layernorm",
         names={

@@ -14,6 +14,7 @@ from ...specs.feed_forward import Routing
 from ...specs.head_conv import HeadConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading, rotary
+from ..defaults import TOKENS, Defaults
 from .layer import ZayaLayer
 
 _FULL, _SLIDING = "hybrid", "hybrid_sliding"
@@ -74,21 +75,7 @@ ZAYA = Family(
     "ZAYA",
     ("ZayaForCausalLM",),
     _read,
-    {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 2048,
-        "num_experts": 16,
-        "num_experts_per_tok": 1,
-        "router_hidden_size": 256,
-        "cca_time0": 2,
-        "cca_time1": 2,
-        "bos_token_id": 2,
-        "eos_token_id": 106,
-        "tie_word_embeddings": True,
-    },
+    Defaults("ZayaConfig", takes=TOKENS),
     TensorNames(
         names={
             **LLAMA_NORMS,

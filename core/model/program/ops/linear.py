@@ -51,7 +51,7 @@ class Gemm(Op):
         from ...nvtx_spans import span
         from ..torch_gemm import SPANS, backend_for, multiply
 
-        """A GEMM with what adapters add, gated or not; in one launch but for shrink where the backend has that."""
+        # with what adapters add, gated or not; in one launch but for shrink where the backend has that
         read, index, slot, bias_slot, out, silu = (
             at.reader(self.x),
             at.index,
