@@ -20,6 +20,7 @@ from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layer_projections import dense_projections
 from ...memory.pages.layout import KvShape, PageLayout
+from ...memory.pages.numbered_products import NUMBERED
 from ...memory.pages.projections import MODEL_ROLES, Projection, Projections
 from ..cold_start import CpuLoraCost
 from .models import (
@@ -90,18 +91,7 @@ def _checked_itemsize(itemsize: int) -> int:
     return itemsize
 
 
-#: The products that files of earlier versions have by number; empty: a number that no module of a layer had.
-_NUMBERED = (
-    "qkv", "o", "gate_up", "down", "", "", "", "", "experts.router", "experts.shared_gate_up", "experts.shared_down",
-    "experts.shared_gate", "experts.gate_up", "experts.down", "q_up", "kv_up", "input_gate", "input_projection", "",
-    "beside_in", "beside_out", "low_rank_down", "low_rank_up", "decay_up", "output_gate_up", "scan_in", "index_up",
-    "mixer_gates_down", "mixer_gates_up", "mlp_gates_down", "mlp_gates_up", "place_heads_down", "place_query_up",
-    "place_key_up", "place_value_up", "place_mlp_down", "place_mlp_up", "place_out", "router_down", "router_first",
-    "router_second", "streams_mixer_streams_down", "streams_mixer_streams_up", "streams_mlp_streams_down",
-    "streams_mlp_streams_up", "streams_join_down", "streams_join_up", "lookup_in",
-)  # fmt: skip
-
-#: Those of them whose inputs TP ranks share.
+#: Products of `NUMBERED` whose inputs TP ranks share.
 _ROW_PARALLEL = ("o", "down", "experts.shared_down", "experts.down", "beside_out", "scan_in")
 
 
@@ -135,7 +125,7 @@ class Module(_Strict):
         if not isinstance(raw, dict) or "group" not in raw:
             return raw
         own = {name: each for name, each in raw.items() if name != "group"}
-        known = {number: name for number, name in enumerate(_NUMBERED) if name}
+        known = {number: name for number, name in enumerate(NUMBERED) if name}
         if type(number := raw["group"]) is not int or number not in known:
             raise ValueError(f"group is {number!r:.80}; it must be one of {', '.join(map(str, known))}")
         return {"product": known[number], "row_parallel": known[number] in _ROW_PARALLEL, **own}

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ..pages.adapter_layout import AdapterPart
-from ..pages.projections import Projection
+from ..pages.numbered_products import number_of
+from ..pages.projections import Projection, Projections
 from .adapter_weights import AdapterWeights, matrices_of
 from .composed import ComposedWeights, composed
 from .format import open_weights
@@ -139,7 +140,7 @@ class ContentHash:
         self._modules = _modules(manifest)
         projections = self._modules.projections
         targets = {
-            (layer, projections.id(module), part.experts): (part, projections[module])
+            (layer, _place(projections, module), part.experts): (part, projections[module])
             for part in manifest.parts
             for layer in part.layers
             for module in part.targets
@@ -184,8 +185,9 @@ class ContentHash:
 
     def _others(self, file: AdapterWeights) -> Iterator[str]:
         """Names of the tensors of vectors and of a score head."""
-        for target in self._manifest.vectors:
-            yield from vector_names(target, self._modules.projections)
+        table = self._modules.projections
+        for target in sorted(self._manifest.vectors, key=lambda each: (each.layer, _place(table, each.module))):
+            yield from vector_names(target, table)
         if self._manifest.head is not None:
             yield from (name for name in TENSORS if name in file.tensors)
 
@@ -204,6 +206,12 @@ class ContentHash:
         for row in part.file_rows:
             for chunk in reader.chunks(replace(info, offset=info.offset + row * size, num_bytes=size)):
                 self._digest.update(chunk)
+
+
+def _place(projections: Projections, module: str) -> tuple[bool, bool, int, int]:
+    """What targets in a layer are hashed by: an order that is the same in all versions."""
+    own = projections[module]
+    return own.is_of_mixture, own.is_of_model, number_of(own.product), projections.id(module)
 
 
 class _Reader:

@@ -1,4 +1,4 @@
-"""What layers write products of: projections side by side.
+"""Projections of which layers write products, side by side.
 
 Tests: tests/core/model/compose/test_build.py
 """
@@ -26,7 +26,6 @@ class Proj(NamedTuple):
     is_bypassed: bool = False
     why_no_bias: str = ""
     bias_factor: float = 1.0
-
     scales: str = ""
 
     def of(self, product: str, inputs: int, *, rows: bool = False, merges: bool = True) -> Projection:

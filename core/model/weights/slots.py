@@ -1,9 +1,12 @@
-"""Names of slots of parts whose weights are one object."""
+"""Names of slots of parts whose weights are one object.
+
+Tests: tests/core/model/weights/test_slots.py
+"""
 
 from __future__ import annotations
 
-#: Slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture,
-#: `image_experts.…` of that of images' positions.
+#: Slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture, and `image_experts.…` of that of images'
+#: positions.
 RECURRENT, EXPERTS, IMAGE_EXPERTS = "recurrent", "experts", "image_experts"
 
 #: Likewise `lookup.…` of a table of n-grams, beside the table itself.

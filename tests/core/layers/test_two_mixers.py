@@ -179,7 +179,7 @@ def test_factors_of_columns_are_those_of_their_sections(tiny, shard):
     config = read_model_config(path)
     second = config.layers[0].beside
     assert len(set(second.section_factors)) > 1
-    (inputs, *_) = second.mixer.projections(config.hidden_size)
+    (inputs,) = (each for each in config.projections.layers[0] if each.product == "beside_in")
     _, sections = inputs.share(shard.rank, shard.size)
     widths = [each.stop - each.start for each in sections]
     want = [factor for factor, width in zip(second.section_factors, widths, strict=True) for _ in range(width)]

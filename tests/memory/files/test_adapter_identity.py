@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.specs.attention import AttentionSpec
+from chorus.core.model.specs.feed_forward import GatedSpec
+from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import moved, open_unchanged, with_content
+from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.files.tensor_file import TensorFile
+from chorus.memory.pages.projections import Projections
 
 from ...tables import TINY_PATHS
+from ..conftest import DIMS, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, tensor_name
 from .loading import WEIGHTS
 
 
@@ -126,6 +135,22 @@ def test_the_hash_is_of_what_is_computed(adapter_draft, tmp_path):
             one.tensors = {name: change(tensor) for name, tensor in one.tensors.items()}
         others.add(content(one.write(tmp_path / str(number))).content_hash)
     assert len(others | {first}) == 6
+
+
+def test_the_hash_is_the_same_where_a_model_has_its_modules_in_another_order(adapter_draft, tmp_path):
+    """Layers whose parts are parallel have their feed-forward part before attention's output."""
+    attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, rope=None)
+    parallel = DecoderLayer(attention, GatedSpec(FFN), Norms.PARALLEL)
+    table = Projections((composed(parallel, NormSpec(1e-6), HIDDEN).projections,) * LAYERS)
+    assert [table.id(name) for name in ("down_proj", "o_proj")] == [5, 6]
+    for name, fields in {"plain": {}, "dora": {"use_dora": True}}.items():
+        it = adapter_draft(**fields)
+        for layer, (module, (_, outputs)) in product(range(LAYERS), DIMS.items() if fields else ()):
+            it.tensors[tensor_name(layer, module, "magnitude_vector")[: -len(".weight")]] = torch.randn(outputs)
+        path = it.write(tmp_path / name)
+        found = with_content(inspect_adapter(path, ModulePaths(table)))
+        assert len(found.vectors) == len(DIMS) * LAYERS * len(fields)
+        assert found.content_hash == content(path).content_hash
 
 
 def fill(draft, side, value):

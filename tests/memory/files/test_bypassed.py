@@ -38,7 +38,7 @@ def refusal(path) -> str:
 
 def test_zeros_are_left_out(tmp_path):
     manifest = inspect_adapter(draft("in_proj", "x_proj", "dt_proj", "out_proj").write(tmp_path), PATHS)
-    assert manifest.targets == ("in_proj", "out_proj", "x_proj")
+    assert manifest.targets == ("in_proj", "x_proj", "out_proj")
     assert manifest.untrained == ("dt_proj",)
 
 

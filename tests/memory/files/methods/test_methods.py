@@ -14,6 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.model.compose.composed import composed
+from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.specs.feed_forward import UngatedActivation, UngatedSpec
+from chorus.core.model.specs.norms import NormSpec
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import open_unchanged, with_content, with_effect
@@ -514,7 +518,8 @@ def test_ranks_of_projections_in_one_matrix_are_limited_by_it(tmp_path, method, 
 
 def test_inputs_of_a_part_without_a_gate(tmp_path):
     """Its activation is of up_proj's outputs, so no scale of these is one of down_proj's inputs."""
-    ungated = [tuple(each for each in layer if each.name != "gate_proj") for layer in TABLE.layers]
+    layer = composed(DecoderLayer(None, UngatedSpec(FFN, UngatedActivation.RELU_SQUARED)), NormSpec(1e-6), HIDDEN)
+    ungated = [(*own[:4], *layer.projections) for own in TABLE.layers]
     it = ia3().write(tmp_path)
     with pytest.raises(AdapterFormatError, match=r"down_proj\.ia3_l' scales inputs, .* merge it with PEFT"):
         inspect_adapter(it, dataclasses.replace(PATHS, projections=Projections(tuple(ungated))))
