@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chorus.core.executors import cpu_setup
 from chorus.core.executors.cuda_attention_choice import choose_decode_attention
 from chorus.ops.attention.attention_backend import paged_kind
 
@@ -19,6 +20,12 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 #: Layers with an indexer of blocks, of which no request has more than are chosen; differences of heads; experts of
 #: queries; another mixer in the layer; narrow values; keys of earlier layers; relative states.
 FAMILIES = ["minimax-m3", "diffllama", "jetmoe", "falcon-h1", "zamba-2", "mimo-v2-flash", "gemma-4-inputs", "inkling"]
+
+
+@pytest.fixture(autouse=True)
+def computes_in_bfloat16(monkeypatch):
+    """Decoders compute as on a GPU, also where this machine's processor is slow in bfloat16."""
+    monkeypatch.setattr(cpu_setup, "has_fast_gemms", lambda name: True)
 
 
 def decoder_of(path, family):
