@@ -361,7 +361,9 @@ OF_TRAINING = re.compile(r"drop|init|_loss|use_cache|output_router|dtype|pad_tok
 
 
 def class_defaults(name: str) -> dict[str, Any]:
-    """Defaults of a configuration class: those of its fields, and of its rope, which it computes."""
+    """Defaults of a configuration class: those of its fields, and of its rope, which it computes. A rope has no base
+    where the class would take that of `rope_theta`, which then has it.
+    """
     import transformers
 
     config_class, found = getattr(transformers, name), {}
@@ -375,10 +377,12 @@ def class_defaults(name: str) -> dict[str, Any]:
             found[field.name] = field.default_factory()
     rope = config_class().to_dict().get("rope_parameters") or {}
     if "rope_theta" in rope:
-        found["rope_theta"] = config_class.default_theta  # where an object leaves it out
+        found.setdefault("rope_theta", config_class.default_theta)  # where an object leaves it out
         if (share := rope.pop("partial_rotary_factor", None)) is not None:
             found["partial_rotary_factor"] = share
-        if rope != {"rope_type": "default", "rope_theta": config_class.default_theta}:
+        if config_class(rope_theta=7.0).to_dict()["rope_parameters"]["rope_theta"] == 7.0:
+            found["rope_theta"] = rope.pop("rope_theta")
+        if rope not in ({"rope_type": "default"}, {"rope_type": "default", "rope_theta": found["rope_theta"]}):
             found["rope_parameters"] = rope
     return json.loads(json.dumps(found))
 

@@ -21,6 +21,11 @@ from chorus.core.model.families.defaults import (
 )
 from chorus.core.model.families.registry import ALL
 from chorus.core.model.families.seeing_texts import _TEXTS
+from chorus.core.model.read_config import read_model_config
+
+from ....conftest import quiet
+from ....kept import kept_files
+from ..program import golden
 
 ROOT = Path(__file__).resolve().parents[4]
 OF_CLASSES = [each.defaults for each in (*ALL, *_TEXTS.values()) if isinstance(each.defaults, Defaults)]
@@ -117,3 +122,26 @@ model = read_config.read_model_config(Path({str(tmp_path)!r}))
 assert model.max_position_embeddings == 2048 and "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+_BASES = [
+    {},
+    {"rope_theta": 300.0},
+    {"rope_parameters": {"rope_type": "default"}},
+    {"rope_parameters": {"rope_type": "default"}, "rope_theta": 300.0},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 300.0},
+]
+
+
+@pytest.mark.parametrize("family", ["ling-2.6", "gpt-oss", "hy-v4", "qwen3", "apertus", "cwm"])
+@pytest.mark.parametrize("values", _BASES, ids=str)
+def test_the_base_of_a_rope_is_the_classes(tmp_path, family, values):
+    """Some classes make an object of their own, to which the base beside it belongs; others' has one already."""
+    from transformers import AutoConfig
+
+    path = kept_files("configurations of geometries", quiet()(golden.make_configs)) / family
+    raw = json.loads((path / "config.json").read_text())
+    raw = {name: value for name, value in raw.items() if name not in ("rope_theta", "rope_parameters")} | values
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    want = AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+    assert {each.rope.theta for each in read_model_config(tmp_path).attention_layers} == {want}
