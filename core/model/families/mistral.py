@@ -97,7 +97,7 @@ MISTRAL = Family(
     Defaults("MistralConfig"),
     nulls=("head_dim",),
 )
-MISTRAL_PART = replace(MISTRAL, read=_read_part)
+MISTRAL_PART = replace(MISTRAL, architectures=(), read=_read_part)
 MINISTRAL = Family(
     "Ministral 8B",
     ("MinistralForCausalLM",),
