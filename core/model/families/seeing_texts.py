@@ -78,7 +78,7 @@ def _read_mllama(fields: ConfigJson) -> ModelConfig:
 #: Rows of Llama 3.2 Vision's embeddings behind those of the vocabulary, and its layers that attend to images.
 _OF_IMAGES, _CROSS = 8, (3, 8, 13, 18, 23, 28, 33, 38)
 
-_MLLAMA = Family(
+LLAMA_3_2_VISION_TEXT = Family(
     "Llama 3.2 Vision (text)",
     ("MllamaForCausalLM",),
     _read_mllama,
@@ -136,7 +136,7 @@ _TEXTS: Mapping[str, Family] = MappingProxyType(
         "molmo2_text": _MOLMO_2_TEXT,
         "apertus1p5_text": apertus.APERTUS_1_5_TEXT,
         "cohere_compass_text": cohere.COMPASS_TEXT,
-        "mllama_text_model": _MLLAMA,
+        "mllama_text_model": LLAMA_3_2_VISION_TEXT,
         "persimmon": persimmon.PERSIMMON,
         "nemotron_h": nemotron_h.NEMOTRON_H,
     }
@@ -247,7 +247,6 @@ COHERE_COMPASS = _family(
     "Command Compass and North Vision", "CohereCompassForConditionalGeneration", "cohere_compass_text", scaled=True
 )
 LLAMA_3_2_VISION = _family("Llama 3.2 Vision", "MllamaForConditionalGeneration", "mllama_text_model")
-LLAMA_3_2_VISION_TEXT = _MLLAMA
 FUYU = _family(
     "Fuyu",
     "FuyuForCausalLM",

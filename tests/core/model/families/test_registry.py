@@ -7,7 +7,7 @@ from collections import Counter
 from chorus.core.model.families.jetmoe.family import JETMOE
 from chorus.core.model.families.mistral import MISTRAL, MISTRAL_PART
 from chorus.core.model.families.registry import ALL, FAMILIES, OF_TYPES
-from chorus.core.model.families.seeing_texts import _MLLAMA
+from chorus.core.model.families.seeing_texts import LLAMA_3_2_VISION_TEXT
 
 
 def test_each_architecture_and_type_has_one_family():
@@ -17,7 +17,7 @@ def test_each_architecture_and_type_has_one_family():
 
 
 def test_families_of_modules_and_folders_are_there_once():
-    assert ALL.count(MISTRAL) == ALL.count(JETMOE) == ALL.count(_MLLAMA) == 1
+    assert ALL.count(MISTRAL) == ALL.count(JETMOE) == ALL.count(LLAMA_3_2_VISION_TEXT) == 1
     assert len(ALL) >= 201
 
 
