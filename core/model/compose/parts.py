@@ -6,7 +6,6 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 from __future__ import annotations
 
 from ..program.op import View
-from ..program.ops.gates import SparseGates
 from ..program.ops.rows import Scale, TakeInput
 from ..specs.feed_forward import GatedSpec, UngatedActivation, UngatedSpec
 from ..specs.layers import LayerSpec
@@ -32,11 +31,8 @@ def gate_up(b: Build, spec: GatedSpec | UngatedSpec, rows: Value, *, is_alone: b
 
 def activated(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
     """What `down` reads, of what `gate_up` gave."""
-    if isinstance(spec, GatedSpec):
-        if spec.gate_factor != 1.0:
-            b.put(Scale(View(gu, 0, spec.size), gu, spec.gate_factor, in_place=True), gu.width)
-        if spec.sparsity:
-            b.put(SparseGates(gu, gu, spec.sparsity), gu.width)
+    if isinstance(spec, GatedSpec) and spec.gate_factor != 1.0:
+        b.put(Scale(View(gu, 0, spec.size), gu, spec.gate_factor, in_place=True), gu.width)
     parameters = None
     if spec.activation is UngatedActivation.XIELU:
         own = (SlotTensor(f"mlp.act_fn.{each}", (1,)) for each in _XIELU)

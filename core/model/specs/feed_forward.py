@@ -99,11 +99,6 @@ class GatedSpec:
     factor: float = 1.0
     """Of the part's output, likewise."""
 
-    sparsity: float = 0.0
-    """Share of a token's gates that become 0 if they are normally distributed: those below the cutoff of that share,
-    which is subtracted from the others (Gemma 3n). 0: none.
-    """
-
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""
         return replace(self, size=self.size // size)

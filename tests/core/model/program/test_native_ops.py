@@ -7,16 +7,19 @@ from enum import StrEnum
 
 import pytest
 
+from chorus.core.model.compose.build import Build, Value
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.compose.parts import activated, down, gate_up
 from chorus.core.model.families.bitnet.layer import BitNetLayer
 from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
 from chorus.core.model.families.mimo.layer import MiMoLayer
 from chorus.core.model.program.layer_program import LayerProgram
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.program.op import NoNativeOp, Op
+from chorus.core.model.program.ops.gates import SparseGates
 from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
-from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing
+from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
@@ -159,8 +162,17 @@ def test_a_gate_that_only_some_activations_read_is_computed_with_its_product():
         assert up.arguments["factor"] == 0.5
 
 
+class SparseLayer(DecoderLayer):
+    """Gates as Gemma 3n has them, in a layer with a residual of one stream."""
+
+    def dense_part(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+        gu = gate_up(b, spec, rows)
+        b.put(SparseGates(gu, gu, 0.5), gu.width)
+        return down(b, spec, activated(b, spec, gu))
+
+
 def test_sparse_gates_are_of_one_rank():
-    sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
+    sparse = SparseLayer(MIXER, GatedSpec(80))
     assert kinds(sparse) == "Norm Gemm Attend Gemm Norm Gemm SparseGates Activate Gemm"
     with pytest.raises(NoNativeOp, match="sparse gate of which ranks have shares"):
         lowered(sparse, has_ranks=True)
