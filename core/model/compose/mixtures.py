@@ -56,8 +56,6 @@ def mixture_weights(b: Build, spec: Experts) -> None:
             b.weight(role, *map(weight_tensor, shared), keep=Keep.EXPERT)
     if spec.biased:
         _biases(b, spec, gate_up, down)
-    if spec.has_sum_bias:
-        b.weight("experts_bias", SlotTensor("mlp.bias", (b.hidden,)), first_rank=True)
     if spec.image_size:
         _of_images(b, spec)
 

@@ -184,8 +184,6 @@ def what_native_lacks(spec: Experts) -> str | None:
 
 def what_kernels_lack(spec: Experts) -> str | None:
     """Why the native kernels can't compute a mixture; None if they can."""
-    if spec.has_sum_bias:
-        return "mixture with a bias of its sum"
     if spec.skips:
         return "mixture with an expert that gives nothing"
     shared = spec.shared_activation or spec.activation

@@ -173,9 +173,6 @@ class Experts:
     factor: float = 1.0
     """Of the sum of all experts' outputs (Cohere 2 MoE)."""
 
-    has_sum_bias: bool = False
-    """A bias is added to that sum (JetMoE)."""
-
     image_size: int = 0
     """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
     VL). 0: there are none."""

@@ -33,7 +33,6 @@ class Moe(Op):
     out: str
     spec: Experts
     experts: str = "experts"
-    bias: str = "experts_bias"
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
@@ -55,8 +54,6 @@ class Moe(Op):
                 return
             launched = launches(backend_of(step, experts))
             y = mix_experts(read(names), experts, spec, added, routed, launches=launched)
-            bias = step.layers[index].get(self.bias)
-            y = y if bias is None else y + bias
             out = step.kept.get(Kept(self.out, y.shape[1:]))
             names[self.out] = y if out is None else out.copy_(y)
 
