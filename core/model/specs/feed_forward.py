@@ -82,7 +82,7 @@ ExpertActivation = GatedActivation | UngatedActivation
 
 @dataclass(frozen=True, slots=True)
 class GatedSpec:
-    """`factor · down(activation(gate_factor · gate(x)) · up(x))`."""
+    """`down(activation(gate(x)) · up(x))`."""
 
     size: int
     """Width of gate and up."""
@@ -92,12 +92,6 @@ class GatedSpec:
 
     form: str = ""
     """See `AttentionSpec.form`."""
-
-    gate_factor: float = 1.0
-    """Of gate's output, before its activation (Falcon-H1)."""
-
-    factor: float = 1.0
-    """Of the part's output, likewise."""
 
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""

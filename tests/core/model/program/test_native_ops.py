@@ -13,6 +13,7 @@ from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.compose.parts import activated, down, gate_up
 from chorus.core.model.families.bitnet.layer import BitNetLayer
 from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
+from chorus.core.model.families.falcon_h1.layer import FactoredLayer
 from chorus.core.model.families.mimo.layer import MiMoLayer
 from chorus.core.model.program.layer_program import LayerProgram
 from chorus.core.model.program.native_program import NativeProgram
@@ -149,16 +150,15 @@ def test_ranks_meet_before_their_parts_are_added_up():
 
 
 def test_factors_of_one_value_are_one():
-    part = GatedSpec(80, factor=0.5)
-    (add,) = (op for op in lowered(replace(LAYER, feed_forward=part, residual_multiplier=0.25)) if op.kind == "Add"
-              and op.arguments["factor"] != 0.25)  # fmt: skip
+    layer = FactoredLayer(MIXER, GatedSpec(80), residual_multiplier=0.25, part_factor=0.5)
+    (add,) = (op for op in lowered(layer) if op.kind == "Add" and op.arguments["factor"] != 0.25)
     assert add.arguments["factor"] == 0.125
 
 
 def test_a_gate_that_only_some_activations_read_is_computed_with_its_product():
     for activation in Activation:
-        part = GatedSpec(80, activation, gate_factor=0.5)
-        (up,) = (op for op in lowered(replace(LAYER, feed_forward=part)) if op.kind == "GateUp")
+        layer = FactoredLayer(MIXER, GatedSpec(80, activation), gate_factor=0.5)
+        (up,) = (op for op in lowered(layer) if op.kind == "GateUp")
         assert up.arguments["factor"] == 0.5
 
 
