@@ -23,9 +23,9 @@ from .build import Build, Proj, Value
 def mixture(b: Build, spec: Experts, rows: Value, out: str = "y", routed: Read | None = None) -> Value:
     """What experts add up to. routed: what the router reads, if that is not what experts read."""
     if spec.latent is not None:
-        return b.scale(_of_latents(b, spec, spec.latent, rows, out), spec.factor)
+        return _of_latents(b, spec, spec.latent, rows, out)
     mixture_weights(b, spec)
-    return b.scale(b.reduce(b.put(Moe(rows, routed, out, spec), b.hidden)), spec.factor)
+    return b.reduce(b.put(Moe(rows, routed, out, spec), b.hidden))
 
 
 def _of_latents(b: Build, spec: Experts, latent: LatentExperts, rows: Value, out: str) -> Value:

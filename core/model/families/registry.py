@@ -80,6 +80,7 @@ from . import (
 )
 from .ax import family as ax
 from .bitnet import family as bitnet
+from .cohere_2_moe import family as cohere_2_moe
 from .diffllama import family as diffllama
 from .dots_3 import family as dots_3
 from .falcon_h1 import family as falcon_h1
@@ -238,7 +239,7 @@ ALL: tuple[Family, ...] = (
     apertus.APERTUS_1_5_TEXT,
     cohere.COMPASS_TEXT,
     llama.EMU_3_TEXT,
-    cohere.COHERE_2_MOE,
+    cohere_2_moe.COHERE_2_MOE,
     nanochat.NANOCHAT,
     kimi_linear.KIMI_LINEAR,
     ling.LING_2_6,

@@ -164,9 +164,6 @@ class Experts:
     biased: bool = False
     """Each expert's gate, up and down have biases (gpt-oss)."""
 
-    factor: float = 1.0
-    """Of the sum of all experts' outputs (Cohere 2 MoE)."""
-
     image_size: int = 0
     """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
     VL). 0: there are none."""

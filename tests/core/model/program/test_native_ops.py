@@ -12,6 +12,7 @@ from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.compose.parts import activated, down, gate_up
 from chorus.core.model.families.bitnet.layer import BitNetLayer
+from chorus.core.model.families.cohere_2_moe.layer import CohereMoeLayer
 from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
 from chorus.core.model.families.falcon_h1.layer import FactoredLayer
 from chorus.core.model.families.mimo.layer import MiMoLayer
@@ -110,7 +111,7 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, norms=Norms.PARALLEL_APART), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
         (replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.APART)), "Norm Gemm Attend Gemm Norm GateUp Gemm"),
         (replace(LAYER, feed_forward=EXPERTS), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
-        (replace(LAYER, feed_forward=replace(EXPERTS, factor=0.5)), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
+        (CohereMoeLayer(MIXER, EXPERTS, factor=0.5), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
         (replace(LAYER, feed_forward=None), "Norm Gemm Attend Gemm"),
         (replace(LAYER, mixer=None), "Norm GateUp Gemm"),
         (replace(LAYER, media_part=2), "Norm Gemm Attend Gemm Norm GateUp Gemm AddMedia"),
