@@ -6,7 +6,6 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from ....memory.pages.projections import Projection, Role
@@ -47,7 +46,7 @@ def mixture_weights(b: Build, spec: Experts) -> None:
     own = spec.projections(b.hidden)
     gate_up, down = (projections_of(own, role) for role in (Role.EXPERT_GATE_UP, Role.EXPERT_DOWN))
     b.adapted(*own)
-    b.part(EXPERTS, partial(_made, spec))
+    b.part(EXPERTS, listed_experts)
     _routing(b, spec)
     listed(b, Role.EXPERT_GATE_UP, gate_up, range(spec.count))
     listed(b, Role.EXPERT_DOWN, down, range(spec.count))
@@ -58,14 +57,6 @@ def mixture_weights(b: Build, spec: Experts) -> None:
         _biases(b, spec, gate_up, down)
     if spec.image_size:
         _of_images(b, spec)
-
-
-def _made(spec: Experts, of: PartWeights) -> Any:
-    """The experts and what chooses among them."""
-    found = listed_experts(of)
-    if spec.skip_correction is not None:
-        found.correction[-1] = spec.skip_correction
-    return found
 
 
 def listed_experts(of: PartWeights) -> Any:
@@ -86,7 +77,7 @@ def _made_of_images(of: PartWeights) -> Any:
 
 def _routing(b: Build, spec: Experts) -> None:
     """Declare what chooses among experts."""
-    small(b, "router", "mlp.gate.weight", spec.choices, spec.router_size or b.hidden)
+    small(b, "router", "mlp.gate.weight", spec.choices, spec.router_inputs(b.hidden))
     if spec.routing.bias:
         small(b, "router_bias", "mlp.gate.bias", spec.choices)
     if spec.routing.corrected:

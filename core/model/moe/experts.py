@@ -184,8 +184,8 @@ def what_native_lacks(spec: Experts) -> str | None:
 
 def what_kernels_lack(spec: Experts) -> str | None:
     """Why the native kernels can't compute a mixture; None if they can."""
-    if spec.skips:
-        return "mixture with an expert that gives nothing"
+    if spec.LACKS:
+        return spec.LACKS
     shared = spec.shared_activation or spec.activation
     if isinstance(shared, UngatedActivation) == spec.is_gated:
         return f"mixture of experts with {spec.activation}, whose shared expert has {shared}"
@@ -312,17 +312,14 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
-    if spec.skips:
-        is_skipped = experts >= spec.count
-        experts, factors = experts.masked_fill(is_skipped, 0), factors.masked_fill(is_skipped, 0)
-    is_idle = experts >= spec.count if spec.idle else None
-    experts = experts if is_idle is None else experts.masked_fill(is_idle, 0)
+    is_none = experts >= spec.count if spec.choices > spec.count else None
+    experts = experts if is_none is None else experts.masked_fill(is_none, 0)
     outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches)
     if weights.out_norm is not None and spec.latent is not None and spec.latent.eps is not None:
         outputs = scaled_norm(outputs, 1 + weights.out_norm, spec.latent.eps)
     outputs = outputs.view(*experts.shape, -1)
-    if is_idle is not None:
-        outputs = torch.where(is_idle[..., None], x[:, None], outputs)
+    if is_none is not None:
+        outputs = torch.where(is_none[..., None], spec.given(x)[:, None], outputs)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     shared = _of_shared(x, weights, spec, lora) if spec.latent is None else None  # else it reads no latents
     return weights.add_up(outputs, factors, shared)

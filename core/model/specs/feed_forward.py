@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
 
 from ....memory.pages.projections import Projection, Role
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
 from ..config_json import UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Activation(StrEnum):
@@ -139,7 +143,12 @@ class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
     router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
     `UngatedActivation` each is `down(activation(up(x)))`.
+
+    A family whose mixtures have more derives from it, in its folder.
     """
+
+    LACKS: ClassVar[str] = ""
+    """What mixtures of this class have that the native kernels do not compute; empty: they compute them."""
 
     count: int
 
@@ -167,19 +176,6 @@ class Experts:
     image_size: int = 0
     """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
     VL). 0: there are none."""
-
-    idle: int = 0
-    """Further experts, behind the others, that give their input back (LongCat-Flash)."""
-
-    skip_correction: float | None = None
-    """The router's correction of one further expert, behind the others, that gives nothing; a checkpoint's own has no
-    effect (ZAYA). None: there is none.
-    """
-
-    router_size: int = 0
-    """Width of what the router takes: a small network makes it of the layer's input, and of what the network of the
-    layer before began with (ZAYA). 0: it takes the layer's input.
-    """
 
     sinks: int = 0
     """Further experts, of the same width, that every token goes to: the router scores them, too, and all weights are
@@ -244,13 +240,21 @@ class Experts:
 
     @property
     def choices(self) -> int:
-        """Experts that a router chooses among."""
-        return self.count + self.idle + self.skips
+        """What a router chooses among: experts, and behind them what is none. See `given`."""
+        return self.count
+
+    def given(self, x: Tensor) -> Tensor:
+        """What a choice that is no expert gives of x: x itself, without a product."""
+        return x
 
     @property
-    def skips(self) -> bool:
-        """True if one further expert gives nothing."""
-        return self.skip_correction is not None
+    def num_stored(self) -> int:
+        """Gates and ups that a checkpoint has; those of choices that are no experts are not read."""
+        return self.count
+
+    def router_inputs(self, hidden: int) -> int:
+        """Width of what the router takes."""
+        return hidden
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices; those of experts are of each one. hidden: width of the residual stream."""
@@ -259,14 +263,14 @@ class Experts:
             width = self.latent.size
         found: list[Projection] = []
         if not self.has_fixed_router:
-            found.append(Projection("mlp.gate", Role.ROUTER, self.router_size or hidden, self.choices, 1))
+            found.append(Projection("mlp.gate", Role.ROUTER, self.router_inputs(hidden), self.choices, 1))
         if size := self.shared_size:
             at = "mlp.shared_expert"
             found += [Projection(f"{at}.{each}", Role.SHARED_GATE_UP, hidden, size, size) for each in inputs]
             found.append(Projection(f"{at}.down_proj", Role.SHARED_DOWN, size, hidden, size, is_row_parallel=True))
         if self.shared_gate:
             found.append(Projection("mlp.shared_expert_gate", Role.SHARED_GATE, hidden, 1, 1))
-        at, size, count = "mlp.experts", self.size, self.count + self.idle
+        at, size, count = "mlp.experts", self.size, self.num_stored
         found += [Projection(f"{at}.{each}", Role.EXPERT_GATE_UP, width, size, size, experts=count) for each in inputs]
         down = Projection(
             f"{at}.down_proj", Role.EXPERT_DOWN, size, width, size, experts=self.count, is_row_parallel=True
@@ -278,7 +282,7 @@ class Experts:
         """Why ranks can't share it; None if they can."""
         if self.latent is not None and self.latent.eps is not None:
             return "each expert's output is normalised, of which all ranks together have the sum"
-        return "experts that give their input back would be added by every rank" if self.idle else None
+        return None
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...specs.feed_forward import Experts
 from ..layer_program import Kept
-from ..op import ROUTED, NoNativeOp, Op, Read, name_of
+from ..op import NoNativeOp, Op, Read, name_of
 
 if TYPE_CHECKING:
     from .....ops.moe.routing import Routing
@@ -158,35 +158,6 @@ class MoeWithSinks(Op):
         return (
             f"{chosen_of(self.spec, f'{self.spec.size}')}, and {self.spec.sinks} for all, which the router weighs, too"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class CarryRouted(Op):
-    """`out = x + weight · before`, which the next layer's router takes on; without a weight `out = x`."""
-
-    READS = ("x", "before")
-    WRITES = ("out",)
-    SLOTS = ("weight",)
-    LACKS = "router that goes over layers"
-
-    x: str
-    before: str | None = None
-    weight: str | None = None
-    out: str = ROUTED
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        index = at.index
-
-        def run(step: Step) -> None:
-            names = step.names
-            x = names[self.x]
-            if self.before is not None and self.weight is not None:
-                x = x + names[self.before] * step.layers[index][self.weight]
-            memory = step.kept.get(Kept(self.out, x.shape[1:]))
-            names[self.out] = x if memory is None else memory.copy_(x)
-
-        return run
 
 
 class _Mixture(Protocol):
