@@ -5,14 +5,13 @@ Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from ....memory.pages.projections import Projection, Role
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
-from ..config_json import UnsupportedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,10 +133,6 @@ class LatentExperts:
     """Of the norms of latents and of each expert's output; None: there are none."""
 
 
-#: Fields of a mixture with `sinks` that have an effect.
-_BESIDE_SINKS = {"count", "size", "routing", "activation", "sinks", "has_fixed_router"}
-
-
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
@@ -177,12 +172,6 @@ class Experts:
     """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
     VL). 0: there are none."""
 
-    sinks: int = 0
-    """Further experts, of the same width, that every token goes to: the router scores them, too, and all weights are
-    sigmoids divided by the sum of those of the token's experts and of all sinks (Inkling). Such a router has a learned
-    factor of all weights, one number.
-    """
-
     has_fixed_router: bool = False
     """Adapters don't change the router, whatever tensors they have of it (LongCat-Flash)."""
 
@@ -191,30 +180,10 @@ class Experts:
 
     bias = False
 
-    def __post_init__(self) -> None:
-        if self.sinks and (others := self._not_beside_sinks()):
-            raise UnsupportedModel(f"a router that weighs experts of all tokens has {', '.join(others)} of others")
-
-    def _not_beside_sinks(self) -> list[str]:
-        """Fields that such a mixture doesn't compute, and that differ from what it does."""
-        wanted = {"scoring": Scoring.SIGMOID, "renormalised": True}
-        free = {"per_token", "factor", "corrected"}
-        routing = {each.name: wanted.get(each.name, each.default) for each in fields(Routing) if each.name not in free}
-        own = {each.name: each.default for each in fields(self) if each.name not in _BESIDE_SINKS}
-        return [
-            *(f"routing.{name}" for name, value in routing.items() if getattr(self.routing, name) != value),
-            *(name for name, value in own.items() if getattr(self, name) != value),
-        ]
-
     @property
     def of_images(self) -> Experts:
         """The mixture that positions of images go to: the further experts, and the same shared one."""
         return replace(self, size=self.image_size, image_size=0)
-
-    @property
-    def of_sinks(self) -> Experts:
-        """The mixture that all sinks are."""
-        return Experts(self.sinks, self.size, Routing(self.sinks), self.activation)
 
     @property
     def unbounded(self) -> Experts:
@@ -231,7 +200,12 @@ class Experts:
     @property
     def active_size(self) -> int:
         """Width of all that a token goes through."""
-        return (self.routing.per_token + self.sinks) * self.size + self.shared_size
+        return self.routing.per_token * self.size + self.shared_size
+
+    @property
+    def for_all(self) -> str:
+        """Experts that every token goes to, behind what is said of the others; for people."""
+        return f", and one of {self.shared_size} for all" if self.shared_size else ""
 
     @property
     def share_per_token(self) -> float:

@@ -20,20 +20,20 @@ from ...compose.parts import dense
 from ...program.op import Read, View
 from ...program.ops.attend import TakeRelative
 from ...program.ops.mix import ConvolveStream
-from ...program.ops.moe import MoeWithSinks
 from ...program.ops.rows import Scale
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
 from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import SINK_ROUTER
 from ...weights.slot import Keep, SlotTensor, weight_tensor
+from .sinks import MoeWithSinks, SinkExperts
 
 _PLACES = {"attention_out_norm": ConvPlace.ATTENTION, "mlp_out_norm": ConvPlace.FEED_FORWARD}
 
 
 @dataclass(frozen=True, kw_only=True)
 class InklingLayer(DecoderLayer):
-    """See `StreamConvSpec`, `RelativeSpec` and `Experts.sinks`. What a dense part adds has a learned factor."""
+    """See `StreamConvSpec`, `RelativeSpec` and `SinkExperts`. What a dense part adds has a learned factor."""
 
     convolutions: StreamConvSpec
 
@@ -85,6 +85,7 @@ class InklingLayer(DecoderLayer):
 
     def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
         """See `DecoderLayer.part`."""
+        assert isinstance(spec, SinkExperts), "its mixtures have sinks"
         at, own = "sink_experts", spec.of_sinks.projections(b.hidden)
         mixture_weights(b, spec)
         b.part(at, listed_experts)

@@ -1,6 +1,6 @@
 """Mixtures of experts.
 
-Tests: tests/core/test_experts.py, tests/core/layers/test_sink_experts.py
+Tests: tests/core/test_experts.py
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class Moe(Op):
 
     def detail(self) -> str:
         """See `Op.detail`."""
-        shared = f", and one of {self.spec.shared_size} for all" if self.spec.shared_size else ""
-        return f"{chosen_of(self.spec, f'{self.spec.size}')}{shared}"
+        return f"{chosen_of(self.spec, f'{self.spec.size}')}{self.spec.for_all}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,43 +120,6 @@ class SharedExpert(Op):
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"width {self.spec.shared_size}"
-
-
-@dataclass(frozen=True, slots=True)
-class MoeWithSinks(Op):
-    """A mixture of experts, and of sinks: see `Experts.sinks`."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    SLOTS = ("experts", "sinks")
-    LACKS = "mixture with experts of all tokens that its router weighs"
-
-    x: Read
-    out: str
-    spec: Experts
-    experts: str = "experts"
-    sinks: str = "sink_experts"
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        from ...moe.sink_experts import mix_with_sinks
-
-        read, index = at.reader(self.x), at.index
-
-        def run(step: Step) -> None:
-            weights, lora = step.layers[index], step.batch.lora
-            added = None if lora is None else lora.mixture(index)
-            y = mix_with_sinks(read(step.names), weights[self.experts], weights[self.sinks], self.spec, added)
-            out = step.kept.get(Kept(self.out, y.shape[1:]))
-            step.names[self.out] = y if out is None else out.copy_(y)
-
-        return run
-
-    def detail(self) -> str:
-        """See `Op.detail`."""
-        return (
-            f"{chosen_of(self.spec, f'{self.spec.size}')}, and {self.spec.sinks} for all, which the router weighs, too"
-        )
 
 
 class _Mixture(Protocol):
