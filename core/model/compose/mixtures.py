@@ -12,10 +12,10 @@ from ....memory.pages.projections import Projection, Role
 from ..program.op import Read
 from ..program.ops.moe import Moe, SharedExpert
 from ..specs.feed_forward import Experts, LatentExperts
-from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
+from ..specs.tensor_names import CORRECTION
 from ..weights.layer_weights import PartWeights
 from ..weights.slot import Keep, SlotTensor, bias_tensor, weight_tensor
-from ..weights.slots import EXPERTS, IMAGE_EXPERTS
+from ..weights.slots import EXPERTS
 from .build import Build, Proj, Value
 
 
@@ -55,8 +55,6 @@ def mixture_weights(b: Build, spec: Experts) -> None:
             b.weight(role, *map(weight_tensor, shared), keep=Keep.EXPERT)
     if spec.biased:
         _biases(b, spec, gate_up, down)
-    if spec.image_size:
-        _of_images(b, spec)
 
 
 def listed_experts(of: PartWeights) -> Any:
@@ -64,15 +62,6 @@ def listed_experts(of: PartWeights) -> Any:
     from ..moe.listed_experts import ListedExperts
 
     return ListedExperts(**of.own)
-
-
-def _made_of_images(of: PartWeights) -> Any:
-    """Experts of images' positions, beside which all tokens' are those of the others."""
-    from ..moe.listed_experts import ListedExperts
-
-    own = of.parts[EXPERTS]
-    shared = {name: getattr(own, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
-    return ListedExperts(**of.own, **shared)
 
 
 def _routing(b: Build, spec: Experts) -> None:
@@ -113,17 +102,3 @@ def _biases(b: Build, spec: Experts, gate_up: Sequence[Projection], down: Sequen
     for name, own, is_sum in (("gate_up_bias", gate_up, False), ("down_bias", down, True)):
         tensors = (bias_tensor(each) for each in _each_of(own, range(spec.count)))
         b.weight(f"{EXPERTS}.{name}", *tensors, first_rank=is_sum, count=spec.count)
-
-
-def _of_images(b: Build, spec: Experts) -> None:
-    """Declare the experts of images' positions, whose numbers go on behind the others' (ERNIE 4.5 VL)."""
-    own, count, at = spec.of_images.projections(b.hidden), spec.count, IMAGE_EXPERTS
-    numbers, few, many = range(count, 2 * count), Keep.FLOAT32, Keep.EXPERT
-    b.part(at, _made_of_images)
-    if not spec.sees:
-        few = many = Keep.UNUSED
-    b.weight(f"{at}.router", SlotTensor(IMAGE_ROUTER, (count, b.hidden)), keep=few)
-    for name, role in (("gate_up", Role.EXPERT_GATE_UP), ("down", Role.EXPERT_DOWN)):
-        listed(b, f"{at}.{name}", projections_of(own, role), numbers, keep=many)
-    if spec.routing.corrected:
-        b.weight(f"{at}.correction", SlotTensor(IMAGE_CORRECTION, (count,)), keep=few)

@@ -83,6 +83,7 @@ from .bitnet import family as bitnet
 from .cohere_2_moe import family as cohere_2_moe
 from .diffllama import family as diffllama
 from .dots_3 import family as dots_3
+from .ernie_vl import family as ernie_vl
 from .falcon_h1 import family as falcon_h1
 from .gemma_3n import family as gemma_3n
 from .gemma_4 import family as gemma_4
@@ -145,7 +146,7 @@ ALL: tuple[Family, ...] = (
     qwen2_moe.QWEN2_MOE,
     ernie.ERNIE_4_5,
     ernie.ERNIE_4_5_MOE,
-    ernie.ERNIE_4_5_VL,
+    ernie_vl.ERNIE_4_5_VL,
     minimax.MINIMAX_M2,
     glm.GLM_4_1V,
     glm_moe.GLM_4_5V,

@@ -175,13 +175,6 @@ def gating_of(activation: ExpertActivation) -> NativeGating | None:
     return None if activation is UngatedActivation.XIELU else native_gating(activation)  # which has parameters
 
 
-def what_native_lacks(spec: Experts) -> str | None:
-    """Return why the native library can't compute a mixture; None if it can."""
-    if spec.sees:
-        return "mixture with experts of images"
-    return what_kernels_lack(spec)
-
-
 def what_kernels_lack(spec: Experts) -> str | None:
     """Why the native kernels can't compute a mixture; None if they can."""
     if spec.LACKS:
@@ -333,28 +326,6 @@ def shared_expert(
     assert shared is not None, "there is a shared expert"
     assert shared.gates is None, "it has no gates beside experts of latents"
     return shared.outputs
-
-
-def mix_by_modality(
-    x: torch.Tensor,
-    mixtures: tuple[ExpertWeights, ExpertWeights],
-    spec: Experts,
-    of_images: torch.Tensor,
-    lora: MixtureLora | None = None,
-) -> torch.Tensor:
-    """The same where some rows go to experts of images. mixtures: of text, and of images. of_images: `[rows]` int64,
-    the rows of images, in rising order.
-    """
-    is_text = torch.ones(len(x), dtype=torch.bool)
-    is_text[of_images] = False
-    found = torch.empty_like(x)
-    for rows, weights, own, has_experts in zip(
-        (is_text.nonzero()[:, 0], of_images), mixtures, (spec, spec.of_images), (True, False), strict=True
-    ):
-        if len(rows):
-            added = None if lora is None else lora.of_rows(rows.tolist(), has_experts=has_experts)
-            found[rows] = mix_experts(x[rows], weights, own, added)
-    return found
 
 
 class SharedOutputs(NamedTuple):

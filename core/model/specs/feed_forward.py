@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ....memory.pages.projections import Projection, Role
 from ....ops.moe.routing import Routing as Routing
@@ -168,22 +168,10 @@ class Experts:
     biased: bool = False
     """Each expert's gate, up and down have biases (gpt-oss)."""
 
-    image_size: int = 0
-    """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
-    VL). 0: there are none."""
-
     has_fixed_router: bool = False
     """Adapters don't change the router, whatever tensors they have of it (LongCat-Flash)."""
 
-    sees: bool = False
-    """Images are served; else the further experts stay unread."""
-
     bias = False
-
-    @property
-    def of_images(self) -> Experts:
-        """The mixture that positions of images go to: the further experts, and the same shared one."""
-        return replace(self, size=self.image_size, image_size=0)
 
     @property
     def unbounded(self) -> Experts:
@@ -252,13 +240,17 @@ class Experts:
         return (*found, down)
 
     @property
+    def widths(self) -> dict[str, int]:
+        """Widths that ranks share in equal parts, by what has each."""
+        return {"experts": self.size, "the shared expert": self.shared_size}
+
+    @property
     def why_whole(self) -> str | None:
         """Why ranks can't share it; None if they can."""
         if self.latent is not None and self.latent.eps is not None:
             return "each expert's output is normalised, of which all ranks together have the sum"
         return None
 
-    def share(self, size: int) -> Experts:
+    def share(self, size: int) -> Self:
         """One of `size` ranks' share: of all experts some columns."""
-        sizes = {name: getattr(self, name) // size for name in ("size", "shared_size", "image_size")}
-        return replace(self, **sizes)
+        return replace(self, size=self.size // size, shared_size=self.shared_size // size)

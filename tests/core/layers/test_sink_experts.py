@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chorus.core.model.families.inkling.experts import SinkExperts
 from chorus.core.model.families.inkling.mixture import choose_with_sinks, mix_with_sinks
-from chorus.core.model.families.inkling.sinks import MoeWithSinks, SinkExperts
+from chorus.core.model.families.inkling.ops import MoeWithSinks
 from chorus.core.model.moe.listed_experts import ListedExperts
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.text import program_lines

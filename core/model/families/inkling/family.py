@@ -21,8 +21,8 @@ from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading
 from ..defaults import TOKENS, Defaults
+from .experts import SinkExperts
 from .layer import InklingLayer
-from .sinks import SinkExperts
 
 #: Types of layers without a window, and with one.
 _WHOLE, _SLIDING = "hybrid", "hybrid_sliding"

@@ -12,7 +12,7 @@ from .....ops.elementwise.activations import sigmoid
 from ...moe.experts import ExpertChoice, ExpertWeights
 from ...moe.mixture_launches import MixtureLaunches
 from ...moe.mixture_lora import MixtureLora
-from .sinks import SinkExperts
+from .experts import SinkExperts
 
 
 def mix_with_sinks(

@@ -36,9 +36,7 @@ class Moe(Op):
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
-        from ...moe.experts import lora_of, mix_by_modality, mix_experts
-        from ...moe.mixture_lora import MixtureLora
-        from ...weights.slots import IMAGE_EXPERTS
+        from ...moe.experts import mix_experts
         from ..torch_experts import backend_of, launches
 
         read, index, spec = at.reader(self.x), at.index, self.spec
@@ -48,10 +46,6 @@ class Moe(Op):
             names, experts, lora = step.names, step.layers[index][self.experts], step.batch.lora
             added = None if lora is None else lora.mixture(index)
             routed = None if routed_of is None else routed_of(names)
-            if spec.sees and (of_images := step.batch.image_tokens) is not None:
-                both = experts, step.layers[index][IMAGE_EXPERTS]
-                names[self.out] = mix_by_modality(read(names), both, spec, of_images, lora_of(added, MixtureLora))
-                return
             launched = launches(backend_of(step, experts))
             y = mix_experts(read(names), experts, spec, added, routed, launches=launched)
             out = step.kept.get(Kept(self.out, y.shape[1:]))
@@ -66,9 +60,9 @@ class Moe(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        from ...moe.experts import what_native_lacks
+        from ...moe.experts import what_kernels_lack
 
-        if (lack := what_native_lacks(self.spec)) is not None:
+        if (lack := what_kernels_lack(self.spec)) is not None:
             raise NoNativeOp(lack)
         x = to.read_rounded(at, self.x)
         to.route(x if self.routed is None else to.read_rounded(at, self.routed))
