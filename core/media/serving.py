@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ...memory.host.daemon_pool import wait_wanted
 from ...ops.attention.blocks import BlockMask
-from ..model.specs.feed_forward import Experts
 from ..requests.blocks import Blocks
 from .decoder import image_threads
 from .lacking import why_lacking
@@ -48,8 +47,8 @@ def why_blind(config: EngineConfig, model: ModelConfig, *, on_gpu: bool) -> str 
             "tokens of this model's images see each other, which the attention kernels of GPUs don't compute; set "
             "attention to 'torch', or device to 'cpu'"
         )
-    if on_gpu and any(layer.experts is not None and layer.experts.image_size for layer in model.layers):
-        return "images of this model go to experts of their own, which steps on GPUs don't compute; set device to 'cpu'"
+    if on_gpu and (lack := next(filter(None, (layer.LACKS_ON_GPU for layer in model.layers)), "")):
+        return f"images of this model {lack}, which steps on GPUs don't compute; set device to 'cpu'"
     if config.load_format != "auto":
         return f"load_format is {config.load_format!r}, which has no weights of a vision tower"
     if model.weight_format is not None and (narrow := _quantised_tensor(config.model, model)) is not None:
@@ -94,19 +93,10 @@ def with_tower(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
     assert model.vision is not None, "the model sees"
     parts = {layer: part for part, layer in enumerate(model.media_layers, 1)}
-    layers = tuple(replace(each, media_part=parts.get(at, 0)) for at, each in enumerate(model.layers))
-    layers = tuple(_with_experts(each) for each in layers)
+    layers = tuple(replace(each.seeing(), media_part=parts.get(at, 0)) for at, each in enumerate(model.layers))
     if model.image_blocks is not None:
         layers = tuple(_with_blocks(each, model.image_blocks, model.vision) for each in layers)
     return replace(model, layers=layers, tower=CheckpointTower(config.model, model.architecture, model.vision))
-
-
-def _with_experts(layer: LayerSpec) -> LayerSpec:
-    """The layer with the experts of images' positions, if it has any."""
-    mixture = layer.feed_forward
-    if not isinstance(mixture, Experts) or not mixture.image_size:
-        return layer
-    return replace(layer, feed_forward=replace(mixture, sees=True))
 
 
 def _with_blocks(layer: LayerSpec, blocks: Blocks, vision: VisionSpec) -> LayerSpec:

@@ -117,10 +117,7 @@ def _sizes(model: ModelConfig) -> list[str]:
 
 
 def _experts(experts: Experts) -> str:
-    shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
-    if experts.sinks:
-        shared = f", and {experts.sinks} for all"
-    return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{shared}"
+    return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{experts.for_all}"
 
 
 def programs(directory: Path) -> list[str]:

@@ -6,26 +6,25 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from ....memory.pages.projections import Projection, Role
 from ..program.op import Read
 from ..program.ops.moe import Moe, SharedExpert
 from ..specs.feed_forward import Experts, LatentExperts
-from ..specs.tensor_names import CORRECTION, IMAGE_CORRECTION, IMAGE_ROUTER
+from ..specs.tensor_names import CORRECTION
 from ..weights.layer_weights import PartWeights
 from ..weights.slot import Keep, SlotTensor, bias_tensor, weight_tensor
-from ..weights.slots import EXPERTS, IMAGE_EXPERTS
+from ..weights.slots import EXPERTS
 from .build import Build, Proj, Value
 
 
 def mixture(b: Build, spec: Experts, rows: Value, out: str = "y", routed: Read | None = None) -> Value:
     """What experts add up to. routed: what the router reads, if that is not what experts read."""
     if spec.latent is not None:
-        return b.scale(_of_latents(b, spec, spec.latent, rows, out), spec.factor)
+        return _of_latents(b, spec, spec.latent, rows, out)
     mixture_weights(b, spec)
-    return b.scale(b.reduce(b.put(Moe(rows, routed, out, spec), b.hidden)), spec.factor)
+    return b.reduce(b.put(Moe(rows, routed, out, spec), b.hidden))
 
 
 def _of_latents(b: Build, spec: Experts, latent: LatentExperts, rows: Value, out: str) -> Value:
@@ -47,7 +46,7 @@ def mixture_weights(b: Build, spec: Experts) -> None:
     own = spec.projections(b.hidden)
     gate_up, down = (projections_of(own, role) for role in (Role.EXPERT_GATE_UP, Role.EXPERT_DOWN))
     b.adapted(*own)
-    b.part(EXPERTS, partial(_made, spec))
+    b.part(EXPERTS, listed_experts)
     _routing(b, spec)
     listed(b, Role.EXPERT_GATE_UP, gate_up, range(spec.count))
     listed(b, Role.EXPERT_DOWN, down, range(spec.count))
@@ -56,18 +55,6 @@ def mixture_weights(b: Build, spec: Experts) -> None:
             b.weight(role, *map(weight_tensor, shared), keep=Keep.EXPERT)
     if spec.biased:
         _biases(b, spec, gate_up, down)
-    if spec.has_sum_bias:
-        b.weight("experts_bias", SlotTensor("mlp.bias", (b.hidden,)), first_rank=True)
-    if spec.image_size:
-        _of_images(b, spec)
-
-
-def _made(spec: Experts, of: PartWeights) -> Any:
-    """The experts and what chooses among them."""
-    found = listed_experts(of)
-    if spec.skip_correction is not None:
-        found.correction[-1] = spec.skip_correction
-    return found
 
 
 def listed_experts(of: PartWeights) -> Any:
@@ -77,18 +64,9 @@ def listed_experts(of: PartWeights) -> Any:
     return ListedExperts(**of.own)
 
 
-def _made_of_images(of: PartWeights) -> Any:
-    """Experts of images' positions, beside which all tokens' are those of the others."""
-    from ..moe.listed_experts import ListedExperts
-
-    own = of.parts[EXPERTS]
-    shared = {name: getattr(own, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
-    return ListedExperts(**of.own, **shared)
-
-
 def _routing(b: Build, spec: Experts) -> None:
     """Declare what chooses among experts."""
-    small(b, "router", "mlp.gate.weight", spec.choices, spec.router_size or b.hidden)
+    small(b, "router", "mlp.gate.weight", spec.choices, spec.router_inputs(b.hidden))
     if spec.routing.bias:
         small(b, "router_bias", "mlp.gate.bias", spec.choices)
     if spec.routing.corrected:
@@ -124,17 +102,3 @@ def _biases(b: Build, spec: Experts, gate_up: Sequence[Projection], down: Sequen
     for name, own, is_sum in (("gate_up_bias", gate_up, False), ("down_bias", down, True)):
         tensors = (bias_tensor(each) for each in _each_of(own, range(spec.count)))
         b.weight(f"{EXPERTS}.{name}", *tensors, first_rank=is_sum, count=spec.count)
-
-
-def _of_images(b: Build, spec: Experts) -> None:
-    """Declare the experts of images' positions, whose numbers go on behind the others' (ERNIE 4.5 VL)."""
-    own, count, at = spec.of_images.projections(b.hidden), spec.count, IMAGE_EXPERTS
-    numbers, few, many = range(count, 2 * count), Keep.FLOAT32, Keep.EXPERT
-    b.part(at, _made_of_images)
-    if not spec.sees:
-        few = many = Keep.UNUSED
-    b.weight(f"{at}.router", SlotTensor(IMAGE_ROUTER, (count, b.hidden)), keep=few)
-    for name, role in (("gate_up", Role.EXPERT_GATE_UP), ("down", Role.EXPERT_DOWN)):
-        listed(b, f"{at}.{name}", projections_of(own, role), numbers, keep=many)
-    if spec.routing.corrected:
-        b.weight(f"{at}.correction", SlotTensor(IMAGE_CORRECTION, (count,)), keep=few)

@@ -5,9 +5,7 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
-from ..program.op import View
-from ..program.ops.gates import SparseGates
-from ..program.ops.rows import Scale, TakeInput
+from ..program.ops.rows import TakeInput
 from ..specs.feed_forward import GatedSpec, UngatedActivation, UngatedSpec
 from ..specs.layers import LayerSpec
 from ..weights.slot import Keep, SlotTensor
@@ -32,11 +30,6 @@ def gate_up(b: Build, spec: GatedSpec | UngatedSpec, rows: Value, *, is_alone: b
 
 def activated(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
     """What `down` reads, of what `gate_up` gave."""
-    if isinstance(spec, GatedSpec):
-        if spec.gate_factor != 1.0:
-            b.put(Scale(View(gu, 0, spec.size), gu, spec.gate_factor, in_place=True), gu.width)
-        if spec.sparsity:
-            b.put(SparseGates(gu, gu, spec.sparsity), gu.width)
     parameters = None
     if spec.activation is UngatedActivation.XIELU:
         own = (SlotTensor(f"mlp.act_fn.{each}", (1,)) for each in _XIELU)
@@ -47,8 +40,7 @@ def activated(b: Build, spec: GatedSpec | UngatedSpec, gu: Value) -> Value:
 def down(b: Build, spec: GatedSpec | UngatedSpec, f: Value) -> Value:
     """What the part adds, of what `activated` gave."""
     own = Proj("mlp.down_proj", b.hidden, spec.size, spec.bias, form=spec.form)
-    y = b.reduce(b.linear("down", f, "y", own, rows=True))
-    return b.scale(y, spec.factor if isinstance(spec, GatedSpec) else 1.0)
+    return b.reduce(b.linear("down", f, "y", own, rows=True))
 
 
 def own_input(b: Build, layer: LayerSpec, size: int, rows: Value) -> Value:

@@ -1,5 +1,5 @@
 """ERNIE 4.5 (text): Llama that rotates neighbouring pairs; ERNIE-4.5-MoE chooses experts by a softmax with a learned
-correction. PaddleOCR-VL rotates halves. ERNIE 4.5 VL has two sets of experts, one of them for positions of images.
+correction. PaddleOCR-VL rotates halves.
 
 Tests: tests/core/model/specs/test_published_configs.py, tests/core/paths
 """
@@ -16,32 +16,25 @@ from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
-from ..specs.tensor_names import (
-    CORRECTION,
-    IMAGE_CORRECTION,
-    IMAGE_ROUTER,
-    LLAMA_NORMS,
-    STACKED_EXPERTS,
-    TEXT_AND_IMAGES,
-    TensorNames,
-)
-from ..specs.vision import SEES, VisionSpec
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.vision import SEES
 from . import qwen, reading, rotary
 from .defaults import Defaults
 
 
-def _attention(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> AttentionSpec:
+def attention_of(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> AttentionSpec:
+    """The attention of all layers."""
     heads = reading.heads(fields)
     rope = rotary.rope(fields, heads.head_dim, interleaved=interleaved)
     return AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, _attention(fields, bias=fields.boolean("use_bias")))
+    return _model(fields, attention_of(fields, bias=fields.boolean("use_bias")))
 
 
 def _read_ocr(fields: ConfigJson) -> ModelConfig:
-    attention = _attention(fields, bias=fields.boolean("use_bias"), interleaved=False)
+    attention = attention_of(fields, bias=fields.boolean("use_bias"), interleaved=False)
     assert attention.rope is not None, "all layers rotate"
     return _model(fields, replace(attention, rope=qwen.AXES(fields, attention.rope)))
 
@@ -57,25 +50,18 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     first, last = fields.integer("moe_layer_start_index", least=0), count - 1 if last == -1 else last
     interval = fields.integer("moe_layer_interval")
     has_experts = [first <= index <= last and (index + 1) % interval == 0 for index in range(count)]
-    return _mixture(fields, _attention(fields, bias=False), has_experts, _EXPERTS)
+    return mixture_of(fields, attention_of(fields, bias=False), has_experts, NAMES)
 
 
-def _read_seeing(fields: ConfigJson) -> ModelConfig:
-    sizes = fields.indices("moe_intermediate_size")
-    if len(sizes) != 2 or 0 in sizes:
-        raise fields.refuse("moe_intermediate_size", "two sizes of experts are needed: of text, and of images")
-    fields = fields.with_values({"moe_intermediate_size": sizes[0]})
-    attention = _attention(fields, bias=False)
-    assert attention.rope is not None, "all layers rotate"
-    attention = replace(attention, rope=rotary.in_pairs(fields, attention.rope, (22, 22, 20)))
-    has_experts = reading.mlp_layer_types(fields, 1)
-    return _mixture(fields, attention, has_experts, _IMAGE_EXPERTS, image_size=sizes[1])
-
-
-def _mixture(
-    fields: ConfigJson, attention: AttentionSpec, has_experts: Sequence[bool], tensors: TensorNames, **options: Any
+def mixture_of(
+    fields: ConfigJson,
+    attention: AttentionSpec,
+    has_experts: Sequence[bool],
+    tensors: TensorNames,
+    layer: type[DecoderLayer] = DecoderLayer,
+    **options: Any,
 ) -> ModelConfig:
-    """has_experts: which layers have. options: of `Experts`."""
+    """A model of such layers. has_experts: which of them have experts. options: of `reading.experts`."""
     if fields.boolean("use_bias"):
         raise fields.refuse("use_bias", "a shared expert has no biases here; only false is supported")
     if fields.number("moe_norm_min") > _NORM_MIN:
@@ -87,7 +73,7 @@ def _mixture(
         shared_size=reading.number_of(fields, "moe_num_shared_experts") * fields.integer("moe_intermediate_size"),
         **options,
     )
-    layers = reading.layers_with_experts(fields, [attention] * len(has_experts), experts, has_experts)
+    layers = reading.layers_with_experts(fields, [attention] * len(has_experts), experts, has_experts, layer)
     return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
 
 
@@ -95,7 +81,7 @@ def _mixture(
 _NORM_MIN = 1e-12
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS = TensorNames(
+NAMES = TensorNames(
     names={
         **LLAMA_NORMS,
         **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
@@ -103,24 +89,6 @@ _EXPERTS = TensorNames(
     },
     wrapped=(CORRECTION,),
     left_out=("model.mtp_",),
-)
-_STATICS = "mlp.moe_statics"
-_IMAGE_EXPERTS = replace(
-    _EXPERTS,
-    prefixes=TEXT_AND_IMAGES.prefixes,
-    names={**_EXPERTS.names, IMAGE_ROUTER: "mlp.gate.weight_1"},
-    fused={_STATICS: ("mlp.gate", "mlp.image_gate")},
-    apart=(_STATICS,),
-    wrapped=(CORRECTION, IMAGE_CORRECTION),
-    transposed_parts=("mlp.gate.weight", IMAGE_ROUTER),
-    stacked_experts={f"mlp.text_moe.{name.removeprefix('mlp.')}": parts for name, parts in STACKED_EXPERTS.items()},
-    left_out=(
-        *_EXPERTS.left_out,
-        "vision_model.",
-        "model.vision_model.",
-        "model.vision_tower.",
-        "model.resampler_model.",
-    ),
 )
 
 ERNIE_4_5 = Family(
@@ -137,24 +105,6 @@ ERNIE_4_5_MOE = Family(
     Defaults("Ernie4_5_MoeConfig"),
     notes="draft layers (`mtp`) are left out; models with biases are refused",
     nulls=("num_key_value_heads", "use_bias"),
-)
-ERNIE_4_5_VL = Family(
-    "ERNIE 4.5 VL",
-    ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration"),
-    _read_seeing,
-    Defaults("Ernie4_5_VLMoeTextConfig", {"moe_intermediate_size": [1536, 512]}),
-    _IMAGE_EXPERTS,
-    notes=f"{SEES}; images on CPUs alone; the native decoder serves it with images off; models with biases are refused",
-    nulls=("head_dim", "num_key_value_heads", "use_bias"),
-    vision=VisionSpec(
-        ("vision_tower", "resampler_model"),
-        ("pixel_values", "image_grid_thw"),
-        copied=("spatial_linear", "temporal_linear"),
-        token=100295,
-        grid="image_grid_thw",
-        ends=(101304, 101305),
-        renamed=(("vision_model", "vision_tower"),),
-    ),
 )
 PADDLEOCR_VL = Family(
     "PaddleOCR-VL",

@@ -122,10 +122,11 @@ def experts(
     per_token: str = "num_experts_per_tok",
     shared_size: int = 0,
     activation: ClampedSwiglu | UngatedActivation | None = None,
+    kind: type[Experts] = Experts,
     **options: Any,
 ) -> Experts:
     """routing: its `per_token` is replaced by the field's. activation: None: the field's. options: further fields of
-    `Experts`.
+    this kind of mixtures.
     """
     name = next((each for each in _COUNTS if each in fields.raw), None)
     name = name or next((each for each in _COUNTS if fields.has(each)), _COUNTS[0])
@@ -137,7 +138,7 @@ def experts(
     if routing.groups > 1 and count // routing.groups < routing.group_best:
         raise fields.refuse("n_group", f"of {name}, {count}, a group must have at least {routing.group_best}")
     routing = replace(routing, per_token=chosen)
-    return Experts(
+    return kind(
         count, fields.integer(size), routing, activation or _activation(fields, "hidden_act"), shared_size, **options
     )
 

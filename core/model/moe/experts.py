@@ -175,19 +175,10 @@ def gating_of(activation: ExpertActivation) -> NativeGating | None:
     return None if activation is UngatedActivation.XIELU else native_gating(activation)  # which has parameters
 
 
-def what_native_lacks(spec: Experts) -> str | None:
-    """Return why the native library can't compute a mixture; None if it can."""
-    if spec.sees:
-        return "mixture with experts of images"
-    return what_kernels_lack(spec)
-
-
 def what_kernels_lack(spec: Experts) -> str | None:
     """Why the native kernels can't compute a mixture; None if they can."""
-    if spec.has_sum_bias:
-        return "mixture with a bias of its sum"
-    if spec.skips:
-        return "mixture with an expert that gives nothing"
+    if spec.LACKS:
+        return spec.LACKS
     shared = spec.shared_activation or spec.activation
     if isinstance(shared, UngatedActivation) == spec.is_gated:
         return f"mixture of experts with {spec.activation}, whose shared expert has {shared}"
@@ -314,17 +305,14 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
-    if spec.skips:
-        is_skipped = experts >= spec.count
-        experts, factors = experts.masked_fill(is_skipped, 0), factors.masked_fill(is_skipped, 0)
-    is_idle = experts >= spec.count if spec.idle else None
-    experts = experts if is_idle is None else experts.masked_fill(is_idle, 0)
+    is_none = experts >= spec.count if spec.choices > spec.count else None
+    experts = experts if is_none is None else experts.masked_fill(is_none, 0)
     outputs = weights.outputs(x, experts, spec, lora, of_inputs, launches=launches)
     if weights.out_norm is not None and spec.latent is not None and spec.latent.eps is not None:
         outputs = scaled_norm(outputs, 1 + weights.out_norm, spec.latent.eps)
     outputs = outputs.view(*experts.shape, -1)
-    if is_idle is not None:
-        outputs = torch.where(is_idle[..., None], x[:, None], outputs)
+    if is_none is not None:
+        outputs = torch.where(is_none[..., None], spec.given(x)[:, None], outputs)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     shared = _of_shared(x, weights, spec, lora) if spec.latent is None else None  # else it reads no latents
     return weights.add_up(outputs, factors, shared)
@@ -338,28 +326,6 @@ def shared_expert(
     assert shared is not None, "there is a shared expert"
     assert shared.gates is None, "it has no gates beside experts of latents"
     return shared.outputs
-
-
-def mix_by_modality(
-    x: torch.Tensor,
-    mixtures: tuple[ExpertWeights, ExpertWeights],
-    spec: Experts,
-    of_images: torch.Tensor,
-    lora: MixtureLora | None = None,
-) -> torch.Tensor:
-    """The same where some rows go to experts of images. mixtures: of text, and of images. of_images: `[rows]` int64,
-    the rows of images, in rising order.
-    """
-    is_text = torch.ones(len(x), dtype=torch.bool)
-    is_text[of_images] = False
-    found = torch.empty_like(x)
-    for rows, weights, own, has_experts in zip(
-        (is_text.nonzero()[:, 0], of_images), mixtures, (spec, spec.of_images), (True, False), strict=True
-    ):
-        if len(rows):
-            added = None if lora is None else lora.of_rows(rows.tolist(), has_experts=has_experts)
-            found[rows] = mix_experts(x[rows], weights, own, added)
-    return found
 
 
 class SharedOutputs(NamedTuple):

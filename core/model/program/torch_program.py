@@ -180,10 +180,11 @@ class TorchProgram:
         """A mixture of `mixtures` alone, of x `[rows, hidden]`, which its router gets, too, unless that takes rows of
         another width: then it gets zeros.
         """
-        size = op.spec.router_size
-        names = {_ALONE: x} | ({_ROUTED_ALONE: x.new_zeros(len(x), size)} if size else {})
+        size = op.spec.router_inputs(x.shape[1])
+        is_other = size != x.shape[1]
+        names = {_ALONE: x} | ({_ROUTED_ALONE: x.new_zeros(len(x), size)} if is_other else {})
         step = Step(batch_of_parts(backends=backends), self._layers, names)
-        alone = replace(op, x=_ALONE, routed=_ROUTED_ALONE if size else None)
+        alone = replace(op, x=_ALONE, routed=_ROUTED_ALONE if is_other else None)
         run_ops(self._bound(index, [alone], {op.out}), step)
         return step.names[op.out]
 

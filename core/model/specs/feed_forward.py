@@ -5,13 +5,16 @@ Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ....memory.pages.projections import Projection, Role
 from ....ops.moe.routing import Routing as Routing
 from ....ops.moe.routing import Scoring as Scoring
-from ..config_json import UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Activation(StrEnum):
@@ -82,7 +85,7 @@ ExpertActivation = GatedActivation | UngatedActivation
 
 @dataclass(frozen=True, slots=True)
 class GatedSpec:
-    """`factor · down(activation(gate_factor · gate(x)) · up(x))`."""
+    """`down(activation(gate(x)) · up(x))`."""
 
     size: int
     """Width of gate and up."""
@@ -92,17 +95,6 @@ class GatedSpec:
 
     form: str = ""
     """See `AttentionSpec.form`."""
-
-    gate_factor: float = 1.0
-    """Of gate's output, before its activation (Falcon-H1)."""
-
-    factor: float = 1.0
-    """Of the part's output, likewise."""
-
-    sparsity: float = 0.0
-    """Share of a token's gates that become 0 if they are normally distributed: those below the cutoff of that share,
-    which is subtracted from the others (Gemma 3n). 0: none.
-    """
 
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""
@@ -141,16 +133,17 @@ class LatentExperts:
     """Of the norms of latents and of each expert's output; None: there are none."""
 
 
-#: Fields of a mixture with `sinks` that have an effect.
-_BESIDE_SINKS = {"count", "size", "routing", "activation", "sinks", "has_fixed_router"}
-
-
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
     router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
     `UngatedActivation` each is `down(activation(up(x)))`.
+
+    A family whose mixtures have more derives from it, in its folder.
     """
+
+    LACKS: ClassVar[str] = ""
+    """What mixtures of this class have that the native kernels do not compute; empty: they compute them."""
 
     count: int
 
@@ -175,67 +168,10 @@ class Experts:
     biased: bool = False
     """Each expert's gate, up and down have biases (gpt-oss)."""
 
-    factor: float = 1.0
-    """Of the sum of all experts' outputs (Cohere 2 MoE)."""
-
-    has_sum_bias: bool = False
-    """A bias is added to that sum (JetMoE)."""
-
-    image_size: int = 0
-    """Width of further experts, as many, with a router of their own: positions of images go to them instead (ERNIE 4.5
-    VL). 0: there are none."""
-
-    idle: int = 0
-    """Further experts, behind the others, that give their input back (LongCat-Flash)."""
-
-    skip_correction: float | None = None
-    """The router's correction of one further expert, behind the others, that gives nothing; a checkpoint's own has no
-    effect (ZAYA). None: there is none.
-    """
-
-    router_size: int = 0
-    """Width of what the router takes: a small network makes it of the layer's input, and of what the network of the
-    layer before began with (ZAYA). 0: it takes the layer's input.
-    """
-
-    sinks: int = 0
-    """Further experts, of the same width, that every token goes to: the router scores them, too, and all weights are
-    sigmoids divided by the sum of those of the token's experts and of all sinks (Inkling). Such a router has a learned
-    factor of all weights, one number.
-    """
-
     has_fixed_router: bool = False
     """Adapters don't change the router, whatever tensors they have of it (LongCat-Flash)."""
 
-    sees: bool = False
-    """Images are served; else the further experts stay unread."""
-
     bias = False
-
-    def __post_init__(self) -> None:
-        if self.sinks and (others := self._not_beside_sinks()):
-            raise UnsupportedModel(f"a router that weighs experts of all tokens has {', '.join(others)} of others")
-
-    def _not_beside_sinks(self) -> list[str]:
-        """Fields that such a mixture doesn't compute, and that differ from what it does."""
-        wanted = {"scoring": Scoring.SIGMOID, "renormalised": True}
-        free = {"per_token", "factor", "corrected"}
-        routing = {each.name: wanted.get(each.name, each.default) for each in fields(Routing) if each.name not in free}
-        own = {each.name: each.default for each in fields(self) if each.name not in _BESIDE_SINKS}
-        return [
-            *(f"routing.{name}" for name, value in routing.items() if getattr(self.routing, name) != value),
-            *(name for name, value in own.items() if getattr(self, name) != value),
-        ]
-
-    @property
-    def of_images(self) -> Experts:
-        """The mixture that positions of images go to: the further experts, and the same shared one."""
-        return replace(self, size=self.image_size, image_size=0)
-
-    @property
-    def of_sinks(self) -> Experts:
-        """The mixture that all sinks are."""
-        return Experts(self.sinks, self.size, Routing(self.sinks), self.activation)
 
     @property
     def unbounded(self) -> Experts:
@@ -252,7 +188,12 @@ class Experts:
     @property
     def active_size(self) -> int:
         """Width of all that a token goes through."""
-        return (self.routing.per_token + self.sinks) * self.size + self.shared_size
+        return self.routing.per_token * self.size + self.shared_size
+
+    @property
+    def for_all(self) -> str:
+        """Experts that every token goes to, behind what is said of the others; for people."""
+        return f", and one of {self.shared_size} for all" if self.shared_size else ""
 
     @property
     def share_per_token(self) -> float:
@@ -261,13 +202,21 @@ class Experts:
 
     @property
     def choices(self) -> int:
-        """Experts that a router chooses among."""
-        return self.count + self.idle + self.skips
+        """What a router chooses among: experts, and behind them what is none. See `given`."""
+        return self.count
+
+    def given(self, x: Tensor) -> Tensor:
+        """What a choice that is no expert gives of x: x itself, without a product."""
+        return x
 
     @property
-    def skips(self) -> bool:
-        """True if one further expert gives nothing."""
-        return self.skip_correction is not None
+    def num_stored(self) -> int:
+        """Gates and ups that a checkpoint has; those of choices that are no experts are not read."""
+        return self.count
+
+    def router_inputs(self, hidden: int) -> int:
+        """Width of what the router takes."""
+        return hidden
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices; those of experts are of each one. hidden: width of the residual stream."""
@@ -276,14 +225,14 @@ class Experts:
             width = self.latent.size
         found: list[Projection] = []
         if not self.has_fixed_router:
-            found.append(Projection("mlp.gate", Role.ROUTER, self.router_size or hidden, self.choices, 1))
+            found.append(Projection("mlp.gate", Role.ROUTER, self.router_inputs(hidden), self.choices, 1))
         if size := self.shared_size:
             at = "mlp.shared_expert"
             found += [Projection(f"{at}.{each}", Role.SHARED_GATE_UP, hidden, size, size) for each in inputs]
             found.append(Projection(f"{at}.down_proj", Role.SHARED_DOWN, size, hidden, size, is_row_parallel=True))
         if self.shared_gate:
             found.append(Projection("mlp.shared_expert_gate", Role.SHARED_GATE, hidden, 1, 1))
-        at, size, count = "mlp.experts", self.size, self.count + self.idle
+        at, size, count = "mlp.experts", self.size, self.num_stored
         found += [Projection(f"{at}.{each}", Role.EXPERT_GATE_UP, width, size, size, experts=count) for each in inputs]
         down = Projection(
             f"{at}.down_proj", Role.EXPERT_DOWN, size, width, size, experts=self.count, is_row_parallel=True
@@ -291,13 +240,17 @@ class Experts:
         return (*found, down)
 
     @property
+    def widths(self) -> dict[str, int]:
+        """Widths that ranks share in equal parts, by what has each."""
+        return {"experts": self.size, "the shared expert": self.shared_size}
+
+    @property
     def why_whole(self) -> str | None:
         """Why ranks can't share it; None if they can."""
         if self.latent is not None and self.latent.eps is not None:
             return "each expert's output is normalised, of which all ranks together have the sum"
-        return "experts that give their input back would be added by every rank" if self.idle else None
+        return None
 
-    def share(self, size: int) -> Experts:
+    def share(self, size: int) -> Self:
         """One of `size` ranks' share: of all experts some columns."""
-        sizes = {name: getattr(self, name) // size for name in ("size", "shared_size", "image_size")}
-        return replace(self, **sizes)
+        return replace(self, size=self.size // size, shared_size=self.shared_size // size)

@@ -91,6 +91,9 @@ class LayerSpec(ABC):
     WHY_WHOLE: ClassVar[str | None] = None
     """Why ranks can't share layers of this class; None: they can, as far as their parts can be shared."""
 
+    LACKS_ON_GPU: ClassVar[str] = ""
+    """What images of a model with such layers do in them, and steps on GPUs don't compute; empty: nothing."""
+
     mixer: AttentionSpec | RecurrentSpec | None
     """None: the layer is a feed-forward part alone (Nemotron-H)."""
 
@@ -108,6 +111,10 @@ class LayerSpec(ABC):
     @abstractmethod
     def build(self, b: Build) -> None:
         """Write it."""
+
+    def seeing(self) -> Self:
+        """The layer where images are served."""
+        return self
 
     def begin(self, b: Build) -> None:
         """Write what stands before all layers, once for all of this class."""

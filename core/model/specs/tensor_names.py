@@ -32,12 +32,6 @@ LATENT_NORMS = {"self_attn.q_norm": "self_attn.q_a_layernorm", "self_attn.k_norm
 #: A router's correction, by its name in `tensor_parts.tensor_shapes`: see `Routing.corrected`.
 CORRECTION = "mlp.gate.e_score_correction_bias"
 
-#: The router of experts of images' positions, and its correction.
-IMAGE_ROUTER, IMAGE_CORRECTION = "mlp.image_gate.weight", "mlp.image_gate.e_score_correction_bias"
-
-#: The router's rows of sinks: see `Experts.sinks`.
-SINK_ROUTER = "mlp.sink_gate.weight"
-
 #: The convolution of queries, keys and values, which published checkpoints have in three tensors. So does what
 #: transformers saves, in three equal parts, however wide queries, keys and values are.
 JOINED_CONVS = {"conv1d.weight": ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")}

@@ -4,7 +4,7 @@ Families whose image positions are ordinary causal tokens need nothing else. Wha
 here and in a step: positions on three axes (`grid`, and `StepBatch.axes`), additions behind layers (`additions`,
 further parts of `MediaRows`, and the op `AddMedia`), blocks of positions that see each other (`blocks`,
 `AttentionSpec.blocks`, `Request.blocks`, and `BlockSpans` of a step), and experts of images' positions
-(`Experts.image_size`, and `StepBatch.image_tokens`).
+(`LayerSpec.seeing`, and `StepBatch.image_tokens`).
 
 Tests: tests/core/media/test_served_images.py
 """

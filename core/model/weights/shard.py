@@ -68,9 +68,7 @@ def _counts(whole: ModelConfig) -> list[tuple[str, int]]:
     """What ranks share in equal parts, each with its name in errors."""
     counts = [("num_attention_heads {}", it.num_heads) for it in whole.attention_shapes]
     if whole.experts is not None:
-        counts.append(("width of experts, {},", whole.experts.size))
-        counts.append(("width of the shared expert, {},", whole.experts.shared_size))
-        counts.append(("width of images' experts, {},", whole.experts.image_size))
+        counts += [(f"width of {what}, {{}},", size) for what, size in whole.experts.widths.items()]
     sizes = [layer.dense.size for layer in whole.layers if layer.dense is not None]
     return counts + [("intermediate_size {}", size) for size in dict.fromkeys((whole.intermediate_size, *sizes))]
 

@@ -5,9 +5,8 @@ Tests: tests/core/model/weights/test_slots.py
 
 from __future__ import annotations
 
-#: Slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture, and `image_experts.…` of that of images'
-#: positions.
-RECURRENT, EXPERTS, IMAGE_EXPERTS = "recurrent", "experts", "image_experts"
+#: Slots `recurrent.…` are of a recurrent mixer, and `experts.…` of a mixture.
+RECURRENT, EXPERTS = "recurrent", "experts"
 
 #: Likewise `lookup.…` of a table of n-grams, beside the table itself.
 LOOKUP, LOOKUP_TABLE = "lookup", "lookup_table"

@@ -166,7 +166,7 @@ class WeightLoader(Weights):
     def _idle(self, stack: str) -> int:
         """Experts of a stack of gates or ups that have no output matrix, and are not read."""
         experts = self._config.experts
-        return 0 if experts is None or stack.endswith("down_proj") else experts.idle
+        return 0 if experts is None or stack.endswith("down_proj") else experts.num_stored - experts.count
 
     def _not_transposed(self) -> dict[str, Source]:
         """The sources of parts in stacks whose shape says that they are not transposed."""

@@ -9,8 +9,9 @@ import torch
 
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.decoder import GemmUse
+from chorus.core.model.families.zaya.ops import CarryRouted
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops.moe import CarryRouted, Moe
+from chorus.core.model.program.ops.moe import Moe
 from chorus.core.model.program.ops.residual import AddScaled
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
@@ -72,7 +73,7 @@ def test_a_mixture_runs_alone_whatever_its_router_takes(model):
     decoder = Runner(model).decoder
     config, rows = decoder.config, torch.randn(5, decoder.config.hidden_size)
     op = next(op for op in config.composed(config.layers[0]).program.ops if isinstance(op, Moe))
-    assert op.spec.router_size not in (0, config.hidden_size)
+    assert op.spec.router_inputs(config.hidden_size) != config.hidden_size
     use = GemmUse("EXPERTS", rows, mixture=(0, op))
     assert decoder.run_gemm(use, GemmBackend.LIBRARY, rows).shape == rows.shape
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chorus.core.model.families.inkling.experts import SinkExperts
+from chorus.core.model.families.inkling.mixture import choose_with_sinks, mix_with_sinks
+from chorus.core.model.families.inkling.ops import MoeWithSinks
 from chorus.core.model.moe.listed_experts import ListedExperts
-from chorus.core.model.moe.sink_experts import choose_with_sinks, mix_with_sinks
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops.moe import MoeWithSinks
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
-from chorus.core.model.specs.feed_forward import Experts, Routing, Scoring
+from chorus.core.model.specs.feed_forward import Routing, Scoring
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.moe.expert_gemms import pack
@@ -24,7 +25,7 @@ from .test_narrow_values import changed
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
-SPEC = Experts(8, 12, Routing(3, Scoring.SIGMOID, renormalised=True, factor=1.5, corrected=True), sinks=2)
+SPEC = SinkExperts(8, 12, Routing(3, Scoring.SIGMOID, renormalised=True, factor=1.5, corrected=True), sinks=2)
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_the_mixture_is_transformers_own(mixture):
 @pytest.mark.parametrize(
     ("fields", "routing", "why"),
     [
-        ({"shared_size": 12, "factor": 2.0}, {}, "has shared_size, factor of others"),
+        ({"shared_size": 12, "biased": True}, {}, "has shared_size, biased of others"),
         ({}, {"groups": 2, "kept_groups": 1, "epsilon": 1e-20}, "has routing.epsilon, routing.groups of others"),
         ({}, {"renormalised": False}, r"routing\.renormalised"),
         ({}, {"scoring": Scoring.SOFTMAX}, r"routing\.scoring"),

@@ -169,7 +169,7 @@ def test_the_published_configuration(tmp_path):
     config = read_model_config(tmp_path)
     assert (config.num_layers, len(config.kv_layers), config.num_experts) == (35, 20, 0)
     assert [(each.first, each.count) for each in config.media] == [(262144, 128), (262272, 128)]
-    assert [layer.dense.sparsity for layer in config.layers[9:11]] == [0.95, 0.0]
+    assert [layer.sparsity for layer in config.layers[9:11]] == [0.95, 0.0]
     assert {layer.rope.theta for layer in config.layers if layer.attention.window} == {10000.0}
     assert {layer.rope.theta for layer in config.layers if not layer.attention.window} == {1000000.0}
     defaults = {"architectures": ["Gemma3nForCausalLM"], "torch_dtype": "bfloat16"}

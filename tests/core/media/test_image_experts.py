@@ -13,10 +13,11 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.media.serving import why_blind, with_tower
 from chorus.core.model import batch
-from chorus.core.model.moe import experts, mixture_lora
+from chorus.core.model.families.ernie_vl import mixture
+from chorus.core.model.families.ernie_vl.experts import ErnieVlExperts
+from chorus.core.model.moe import mixture_lora
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
-from chorus.core.model.specs.feed_forward import Experts
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.requests.media import MediaItem
 from chorus.core.requests.request import Request
@@ -77,9 +78,9 @@ def adapters_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def adapters_of_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a mixture are taken for the step's first tokens."""
-    mix = experts.mix_by_modality
+    mix = mixture.mix_by_modality
     wrong = lambda x, both, spec, places, lora: mix(x, both, spec, places, _Unmoved(lora) if lora else None)  # noqa: E731
-    monkeypatch.setattr(experts, "mix_by_modality", wrong)
+    monkeypatch.setattr(mixture, "mix_by_modality", wrong)
 
 
 class _Unmoved:
@@ -180,7 +181,7 @@ def test_experts_of_images_take_memory_where_images_are_served_alone() -> None:
     text = read_model_config(path)
     sees = with_tower(EngineConfig(model=path), text)
     experts, hidden = text.experts, text.hidden_size
-    assert isinstance(experts, Experts) and experts.image_size and not experts.sees
+    assert isinstance(experts, ErnieVlExperts)
     layers = sum(layer.experts is not None for layer in text.layers)
     each = 3 * experts.image_size * hidden + hidden + 1  # gate, up and down, and the router's row and its correction
     assert kept_bytes(sees, 1) - kept_bytes(text, 1) == layers * experts.count * each

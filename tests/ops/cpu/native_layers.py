@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.families.falcon_h1.layer import FactoredLayer
 from chorus.core.model.families.gemma_4.layer import Gemma4Layer
 from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.native_names import native_norm
@@ -139,11 +141,12 @@ class Kind:
     def layers(self) -> tuple[LayerSpec, ...]:
         mixer, rope = self.mixer, self.rope
         part = (
-            GatedSpec(self.ffn, self.activation, self.biased, gate_factor=self.gate_factor, factor=self.part_factor)
+            GatedSpec(self.ffn, self.activation, self.biased)
             if self.is_gated
             else UngatedSpec(self.ffn, self.activation, self.biased)
         )
-        layer = Gemma4Layer if self.scaled else DecoderLayer
+        factors = {"gate_factor": self.gate_factor, "part_factor": self.part_factor}
+        layer = Gemma4Layer if self.scaled else partial(FactoredLayer, **factors)
         own = layer(mixer, part, self.norms, self.residual_multiplier)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if rope else None))
         if self.alternating:
@@ -593,9 +596,8 @@ class _Layer:
             inner = xielu(up, weights.xielu) if weights.xielu is not None else UNGATED[spec.activation](up)
         else:
             gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
-            inner = GATED[spec.activation](spec.gate_factor * gate) * up
-        down = self.project(inner, weights.down, weights.down_bias, LLAMA[6:])
-        return down * spec.factor if isinstance(spec, GatedSpec) else down
+            inner = GATED[spec.activation](self.model.kind.gate_factor * gate) * up
+        return self.project(inner, weights.down, weights.down_bias, LLAMA[6:]) * self.model.kind.part_factor
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

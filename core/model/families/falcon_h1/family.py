@@ -11,7 +11,6 @@ from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
-from ...specs.feed_forward import GatedSpec
 from .. import reading, rotary
 from ..bamba import BAMBA
 from ..defaults import Defaults
@@ -20,7 +19,9 @@ from .layer import FalconH1Layer, MixerBeside
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layer = FalconH1Layer(_attention(fields), _gated(fields), beside=_beside(fields))
+    part = reading.gated(fields, bias=fields.boolean("mlp_bias"))
+    gate, out = _factors(fields, "mlp_multipliers", 2) or (1.0, 1.0)
+    layer = FalconH1Layer(_attention(fields), part, gate_factor=gate, part_factor=out, beside=_beside(fields))
     return reading.dense(
         fields,
         [layer] * fields.integer("num_hidden_layers"),
@@ -52,11 +53,6 @@ def _beside(fields: ConfigJson) -> MixerBeside:
         attention_out=fields.number("attention_out_multiplier"),
         section_factors=_factors(fields, "ssm_multipliers", 5),
     )
-
-
-def _gated(fields: ConfigJson) -> GatedSpec:
-    own, factors = reading.gated(fields, bias=fields.boolean("mlp_bias")), _factors(fields, "mlp_multipliers", 2)
-    return replace(own, gate_factor=factors[0], factor=factors[1]) if factors else own
 
 
 def _factors(fields: ConfigJson, name: str, count: int) -> tuple[float, ...]:

@@ -12,8 +12,11 @@ from ...compose.attention import attend, attention_in, heads, project
 from ...compose.build import Build, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.mixers import mixer_in, mixer_out, mixer_weights, product
+from ...compose.parts import activated, down, gate_up
+from ...program.op import View
 from ...program.ops.mix import Mix
 from ...program.ops.rows import Scale
+from ...specs.feed_forward import GatedSpec, UngatedSpec
 from ...specs.recurrent import RecurrentSpec
 from ...weights.slot import SlotTensor, rows_of
 
@@ -44,7 +47,22 @@ class MixerBeside:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FalconH1Layer(DecoderLayer):
+class FactoredLayer(DecoderLayer):
+    """Its gated part is `part_factor · down(activation(gate_factor · gate(x)) · up(x))`."""
+
+    gate_factor: float = 1.0
+    part_factor: float = 1.0
+
+    def dense_part(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+        """See `DecoderLayer.part`."""
+        gu = gate_up(b, spec, rows)
+        if self.gate_factor != 1.0:
+            b.put(Scale(View(gu, 0, spec.size), gu, self.gate_factor, in_place=True), gu.width)
+        return b.scale(down(b, spec, activated(b, spec, gu)), self.part_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconH1Layer(FactoredLayer):
     """See `MixerBeside`."""
 
     beside: MixerBeside

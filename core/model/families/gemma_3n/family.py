@@ -55,8 +55,9 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             Norms.AROUND,
             input_size=inputs.size,
             altup=streams,
+            sparsity=sparsity,
         )
-        for index, (seen, feed_forward) in enumerate(zip(types, _feed_forwards(fields), strict=True))
+        for index, (seen, (feed_forward, sparsity)) in enumerate(zip(types, _feed_forwards(fields), strict=True))
     ]
     config = reading.dense(
         fields,
@@ -96,8 +97,8 @@ def _streams(fields: ConfigJson) -> AltUpSpec:
     return AltUpSpec(count, active, fields.integer("laurel_rank"), fields.boolean("altup_correct_scale"))
 
 
-def _feed_forwards(fields: ConfigJson) -> list[GatedSpec]:
-    """Of each layer; those of another width than the first one's are of another form."""
+def _feed_forwards(fields: ConfigJson) -> list[tuple[GatedSpec, float]]:
+    """Of each layer, with `Gemma3nLayer.sparsity`; those of another width than the first one's are of another form."""
     count, sizes = fields.integer("num_hidden_layers"), _of_layers(fields, "intermediate_size")
     if sizes is None:
         sizes = [fields.integer("intermediate_size")] * count
@@ -111,7 +112,7 @@ def _feed_forwards(fields: ConfigJson) -> list[GatedSpec]:
         raise fields.refuse("activation_sparsity_pattern", "shares below 1 are needed")
     gated = reading.gated(fields.with_values({"intermediate_size": int(sizes[0])}), "hidden_activation")
     return [
-        replace(gated, size=int(size), form="" if size == sizes[0] else f"{int(size)} wide", sparsity=max(share, 0.0))
+        (replace(gated, size=int(size), form="" if size == sizes[0] else f"{int(size)} wide"), max(share, 0.0))
         for size, share in zip(sizes, shares, strict=True)
     ]
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from ...compose.build import Build, Proj, Value
 from ...compose.decoder_layer import DecoderLayer
-from ...compose.parts import own_input
+from ...compose.parts import activated, down, gate_up, own_input
 from ...program.op import STREAMS
+from ...program.ops.gates import SparseGates
 from ...program.ops.residual import Add
 from ...program.ops.rows import Scale
+from ...specs.feed_forward import GatedSpec, UngatedSpec
 from ...weights.slot import Keep, SlotTensor
 from .ops import (
     AddToOthers,
@@ -70,6 +72,11 @@ class Gemma3nLayer(DecoderLayer):
     input_size: int
     """See `LayerInputSpec.size`."""
 
+    sparsity: float = 0.0
+    """Share of a token's gates that become 0 if they are normally distributed: those below the cutoff of that share,
+    which is subtracted from the others. 0: none.
+    """
+
     @property
     def streams(self) -> AltUpSpec:
         """See `LayerSpec.streams`."""
@@ -107,6 +114,13 @@ class Gemma3nLayer(DecoderLayer):
         if own.scaled:
             p = b.put(Scale(p, p, weight="stream_scale"), b.hidden)
         b.put(AddToOthers(own_input(b, self, self.input_size, p)))
+
+    def dense_part(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+        """See `DecoderLayer.part`."""
+        gu = gate_up(b, spec, rows)
+        if self.sparsity:
+            b.put(SparseGates(gu, gu, self.sparsity), gu.width)
+        return down(b, spec, activated(b, spec, gu))
 
     def _taken(self, b: Build) -> Value:
         """The active stream."""

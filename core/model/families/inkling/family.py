@@ -21,6 +21,7 @@ from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading
 from ..defaults import TOKENS, Defaults
+from .experts import SinkExperts
 from .layer import InklingLayer
 
 #: Types of layers without a window, and with one.
@@ -127,7 +128,7 @@ def _feed_forwards(fields: ConfigJson) -> Iterator[Experts | GatedSpec]:
     """The feed-forward part of each layer."""
     routing = Routing(1, Scoring.SIGMOID, renormalised=True, factor=fields.number("route_scale"), corrected=True)
     sinks = fields.integer("n_shared_experts")
-    experts = reading.experts(fields, routing, sinks=sinks, has_fixed_router=True)
+    experts = reading.experts(fields, routing, kind=SinkExperts, sinks=sinks, has_fixed_router=True)
     dense = reading.gated(fields)
     for it in reading.mlp_layer_types(fields, reading.number_of(fields, "dense_mlp_idx")):
         yield experts if it else dense

@@ -20,20 +20,23 @@ from ...compose.parts import dense
 from ...program.op import Read, View
 from ...program.ops.attend import TakeRelative
 from ...program.ops.mix import ConvolveStream
-from ...program.ops.moe import MoeWithSinks
 from ...program.ops.rows import Scale
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
 from ...specs.stream_convs import StreamConvSpec
-from ...specs.tensor_names import SINK_ROUTER
 from ...weights.slot import Keep, SlotTensor, weight_tensor
+from .experts import SinkExperts
+from .ops import MoeWithSinks
+
+#: The router's rows of sinks.
+_SINK_ROUTER = "mlp.sink_gate.weight"
 
 _PLACES = {"attention_out_norm": ConvPlace.ATTENTION, "mlp_out_norm": ConvPlace.FEED_FORWARD}
 
 
 @dataclass(frozen=True, kw_only=True)
 class InklingLayer(DecoderLayer):
-    """See `StreamConvSpec`, `RelativeSpec` and `Experts.sinks`. What a dense part adds has a learned factor."""
+    """See `StreamConvSpec`, `RelativeSpec` and `SinkExperts`. What a dense part adds has a learned factor."""
 
     convolutions: StreamConvSpec
 
@@ -85,11 +88,12 @@ class InklingLayer(DecoderLayer):
 
     def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
         """See `DecoderLayer.part`."""
+        assert isinstance(spec, SinkExperts), "its mixtures have sinks"
         at, own = "sink_experts", spec.of_sinks.projections(b.hidden)
         mixture_weights(b, spec)
         b.part(at, listed_experts)
         small(b, "scale", "mlp.gate.global_scale", 1)
-        b.weight(f"{at}.router", SlotTensor(SINK_ROUTER, (spec.sinks, b.hidden)), keep=Keep.FLOAT32)
+        b.weight(f"{at}.router", SlotTensor(_SINK_ROUTER, (spec.sinks, b.hidden)), keep=Keep.FLOAT32)
         for name, role in (("gate_up", Role.EXPERT_GATE_UP), ("down", Role.EXPERT_DOWN)):
             each_of = (each.of_expert(it) for it in range(spec.sinks) for each in projections_of(own, role))
             named = (replace(each, path=each.path.replace("mlp.experts.", "mlp.sink_experts.")) for each in each_of)

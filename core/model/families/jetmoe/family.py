@@ -21,9 +21,7 @@ from .ops import QueryExperts
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = reading.renamed(fields, {"head_dim": "kv_channels"})
     fields = fields.with_values({"hidden_act": fields.text("activation_function")})
-    experts = reading.experts(
-        fields, Routing(1, Scoring.SOFTMAX_OF_CHOSEN), size="intermediate_size", has_sum_bias=True
-    )
+    experts = reading.experts(fields, Routing(1, Scoring.SOFTMAX_OF_CHOSEN), size="intermediate_size")
     queries = QueryExperts(experts.count, experts.routing)
     count = fields.integer("num_key_value_heads") * queries.per_token
     heads = reading.heads(fields.with_values({"num_attention_heads": count}))

@@ -1,4 +1,4 @@
-"""JetMoE: attention whose queries and outputs are those of experts.
+"""JetMoE: attention whose queries and outputs are those of experts, and biases of what experts add up to.
 
 Tests: tests/core/layers/test_query_experts.py
 """
@@ -11,11 +11,14 @@ from typing import Any
 from ...compose.attention import attend, heads, kept_in
 from ...compose.build import Build, Proj, Value
 from ...compose.decoder_layer import DecoderLayer
+from ...compose.mixtures import mixture_weights
 from ...program.op import View
+from ...program.ops.moe import Moe
 from ...specs.attention import AttentionSpec
+from ...specs.feed_forward import Experts
 from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
-from .ops import OutputsOfExperts, QueriesOfExperts, QueryExperts
+from .ops import AddBias, OutputsOfExperts, QueriesOfExperts, QueryExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +48,22 @@ class JetMoeLayer(DecoderLayer):
         b.part("query_experts", _listed)
         b.weight("query_experts.queries", *queries, keep=Keep.EXPERT, count=spec.count)
         b.weight("query_experts.outputs", *outputs, keep=Keep.EXPERT, count=spec.count)
-        b.weight("outputs_bias", SlotTensor(f"{at}.bias", (b.hidden,)), first_rank=True)
         q = Value("eq", a.q_size)
         experts, weights = Value("ec", spec.per_token, kind="index"), Value("ew", spec.per_token, kind="wide")
         b.put_all(QueriesOfExperts(n, logits, q, experts, weights, a, spec), q, experts, weights)
         q, _ = heads(b, a, b.concat("in", q, View(x, 0, logits.begin)))
-        return b.put(OutputsOfExperts(attend(b, a, q), experts, weights, "y", a, spec), b.hidden)
+        y = b.put(OutputsOfExperts(attend(b, a, q), experts, weights, "y", a, spec), b.hidden)
+        return _biased(b, y, "outputs_bias", at)
+
+    def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
+        """See `DecoderLayer.part`."""
+        mixture_weights(b, spec)
+        return b.reduce(_biased(b, b.put(Moe(rows, None, "y", spec), b.hidden), "experts_bias", "mlp"))
+
+
+def _biased(b: Build, y: Value, slot: str, at: str) -> Value:
+    """What experts add up to, with a bias."""
+    return b.put(AddBias(y, b.weight(slot, SlotTensor(f"{at}.bias", (b.hidden,)), first_rank=True)), b.hidden)
 
 
 def _listed(of: PartWeights) -> Any:

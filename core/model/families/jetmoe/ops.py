@@ -1,4 +1,4 @@
-"""Experts of queries and of outputs (JetMoE).
+"""Experts of queries and of outputs, and biases of what experts add up to (JetMoE).
 
 Tests: tests/core/layers/test_query_experts.py
 """
@@ -92,7 +92,7 @@ class QueriesOfExperts(Op):
 
 @dataclass(frozen=True, slots=True)
 class OutputsOfExperts(Op):
-    """The weighted sum of what chosen experts make of attention's output x, with a bias."""
+    """The weighted sum of what chosen experts make of attention's output x."""
 
     READS = ("x", "chosen", "weights")
     WRITES = ("out",)
@@ -105,7 +105,6 @@ class OutputsOfExperts(Op):
     attention: AttentionSpec
     spec: QueryExperts
     experts: str = "query_experts"
-    bias: str = "outputs_bias"
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
@@ -115,15 +114,37 @@ class OutputsOfExperts(Op):
         by_head = (mixer.num_kv_heads, spec.per_token, mixer.head_dim)
 
         def run(step: Step) -> None:
-            names, weights = step.names, step.layers[index]
-            experts, bias = weights[self.experts], weights.get(self.bias)  # other ranks have no bias
+            names, experts = step.names, step.layers[index][self.experts]
             with span("attn.outputs"):
                 rows = names[self.x].reshape(-1, *by_head).transpose(1, 2).flatten(2).flatten(0, 1)
-                y = experts.outputs_of(rows, names[self.chosen].long(), names[self.weights])
-                names[self.out] = y if bias is None else y + bias
+                names[self.out] = experts.outputs_of(rows, names[self.chosen].long(), names[self.weights])
 
         return run
 
     def detail(self) -> str:
         """See `Op.detail`."""
         return chosen_of(self.spec, "outputs")
+
+
+@dataclass(frozen=True, slots=True)
+class AddBias(Op):
+    """`x + bias`, in x's place; before a sum over ranks, of which the first alone has a bias."""
+
+    READS = ("x",)
+    WRITES = ("x",)
+    SLOTS = ("bias",)
+    IN_PLACE = True
+    LACKS = "mixture with a bias of its sum"
+
+    x: str
+    bias: str
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        index = at.index
+
+        def run(step: Step) -> None:
+            if (bias := step.layers[index].get(self.bias)) is not None:
+                step.names[self.x].add_(bias)
+
+        return run

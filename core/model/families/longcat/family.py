@@ -16,7 +16,7 @@ from ...specs.feed_forward import Experts, Routing
 from ...specs.tensor_names import CORRECTION, LATENT_NORMS, LLAMA_NORMS, TensorNames
 from .. import latent, reading
 from ..defaults import TOKENS, Defaults
-from .layer import LongCatLayer
+from .layer import LongCatExperts, LongCatLayer
 
 #: Layers under one number.
 _LAYERS = 2
@@ -87,7 +87,8 @@ def _experts(fields: ConfigJson) -> Experts:
         fields.integer("expert_ffn_hidden_size"),
         reading.gated(fields, size="ffn_hidden_size").activation,
     )
-    return Experts(count, size, replace(routing, per_token=chosen), activation, idle=idle, has_fixed_router=True)
+    routing = replace(routing, per_token=chosen)
+    return LongCatExperts(count, size, routing, activation, idle=idle, has_fixed_router=True)
 
 
 def _idle(experts: Experts) -> range:

@@ -1,4 +1,5 @@
-"""LongCat-Flash: a mixture beside one layer's dense part is added behind the next layer.
+"""LongCat-Flash: a mixture beside one layer's dense part is added behind the next layer, and some of its experts are
+idle.
 
 Tests: tests/core/layers/test_late_mixtures.py
 """
@@ -15,6 +16,28 @@ from ...compose.mixtures import mixture
 from ...program.op import LATE
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts
+
+
+@dataclass(frozen=True)
+class LongCatExperts(Experts):
+    """Further experts, behind the others, give their input back; transformers saves gates and ups of them."""
+
+    idle: int = 0
+
+    @property
+    def choices(self) -> int:
+        """See `Experts.choices`."""
+        return self.count + self.idle
+
+    @property
+    def num_stored(self) -> int:
+        """See `Experts.num_stored`."""
+        return self.choices
+
+    @property
+    def why_whole(self) -> str | None:
+        """See `Experts.why_whole`."""
+        return "experts that give their input back would be added by every rank" if self.idle else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from ...specs.head_conv import HeadConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading, rotary
 from ..defaults import TOKENS, Defaults
-from .layer import ZayaLayer
+from .layer import ZayaExperts, ZayaLayer
 
 _FULL, _SLIDING = "hybrid", "hybrid_sliding"
 
@@ -24,9 +24,6 @@ _ROPES = {
     _FULL: {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
 }
-
-#: The router's correction of the expert that gives nothing: transformers sets it whenever it loads a model.
-_SKIPPED = -1.0
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -41,7 +38,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(
         fields,
         Routing(1, corrected=True),
-        skip_correction=_SKIPPED,
+        kind=ZayaExperts,
         router_size=fields.integer("router_hidden_size"),
     )
     convs = HeadConvSpec(*heads, sizes)

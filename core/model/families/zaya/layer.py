@@ -6,21 +6,27 @@ Tests: tests/core/layers/test_convolved_heads.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ...compose.attention import attend, project
 from ...compose.build import Build, Proj, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.mixers import mixer_weights
-from ...compose.mixtures import mixture
+from ...compose.mixtures import listed_experts, mixture
 from ...program.op import ROUTED
 from ...program.ops.heads import Heads
 from ...program.ops.mix import Mix
-from ...program.ops.moe import CarryRouted
 from ...program.ops.residual import AddScaled
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, UngatedActivation
 from ...specs.head_conv import HeadConvSpec
+from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
+from ...weights.slots import EXPERTS
+from .ops import CarryRouted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Parts by the norm of what they give, in paths and slots.
 _PARTS = {"attention_out_norm": "attention", "mlp_out_norm": "mlp"}
@@ -30,10 +36,39 @@ _SCALES = ("hidden_states_scale", "hidden_states_bias", "residual_scale", "resid
 
 _OF_THE_NEXT = "would give a first token its bias for the one before"
 
+#: The router's correction of the choice that gives nothing: transformers sets it whenever it loads a model.
+_SKIPPED = -1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZayaExperts(Experts):
+    """One choice more, behind the experts, gives nothing. The router takes what a small network makes of the layer's
+    input, and of what the network of the layer before began with.
+    """
+
+    LACKS = "mixture with an expert that gives nothing"
+
+    router_size: int
+    """Width of what the router takes."""
+
+    @property
+    def choices(self) -> int:
+        """See `Experts.choices`."""
+        return self.count + 1
+
+    def given(self, x: Tensor) -> Tensor:
+        """See `Experts.given`."""
+        return x.new_zeros(x.shape)
+
+    def router_inputs(self, hidden: int) -> int:
+        """See `Experts.router_inputs`."""
+        del hidden
+        return self.router_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class ZayaLayer(DecoderLayer):
-    """See `HeadConvSpec`, `AddScaled` and `Experts.router_size`."""
+    """See `HeadConvSpec`, `AddScaled` and `ZayaExperts`."""
 
     WHY_WHOLE = "half of all heads' values are those of the token before, which other ranks would have"
 
@@ -78,8 +113,8 @@ class ZayaLayer(DecoderLayer):
 
     def mixture_part(self, b: Build, spec: Experts, rows: Value) -> Value:
         """See `DecoderLayer.part`."""
-        size = spec.router_size
-        return mixture(b, spec, rows, routed=self._routed(b, rows, size) if size else None)
+        b.part(EXPERTS, _skipping)
+        return mixture(b, spec, rows, routed=self._routed(b, rows, spec.router_inputs(b.hidden)))
 
     def _routed(self, b: Build, rows: Value, size: int) -> Value:
         """What a small network makes of these rows and of what that of the layer before began with."""
@@ -100,3 +135,10 @@ class ZayaLayer(DecoderLayer):
         part = _PARTS[name]
         scales = (SlotTensor(f"post_{part}_residual_scale.{each}", (b.hidden,)) for each in _SCALES)
         b.put(AddScaled(b.x, y, b.weight(f"{part}_residual", *scales)), b.hidden)
+
+
+def _skipping(of: PartWeights) -> Any:
+    """The experts; a checkpoint's own correction of the choice that gives nothing has no effect."""
+    found = listed_experts(of)
+    found.correction[-1] = _SKIPPED
+    return found

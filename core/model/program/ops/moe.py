@@ -1,6 +1,6 @@
 """Mixtures of experts.
 
-Tests: tests/core/test_experts.py, tests/core/layers/test_sink_experts.py
+Tests: tests/core/test_experts.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...specs.feed_forward import Experts
 from ..layer_program import Kept
-from ..op import ROUTED, NoNativeOp, Op, Read, name_of
+from ..op import NoNativeOp, Op, Read, name_of
 
 if TYPE_CHECKING:
     from .....ops.moe.routing import Routing
@@ -33,13 +33,10 @@ class Moe(Op):
     out: str
     spec: Experts
     experts: str = "experts"
-    bias: str = "experts_bias"
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
-        from ...moe.experts import lora_of, mix_by_modality, mix_experts
-        from ...moe.mixture_lora import MixtureLora
-        from ...weights.slots import IMAGE_EXPERTS
+        from ...moe.experts import mix_experts
         from ..torch_experts import backend_of, launches
 
         read, index, spec = at.reader(self.x), at.index, self.spec
@@ -49,14 +46,8 @@ class Moe(Op):
             names, experts, lora = step.names, step.layers[index][self.experts], step.batch.lora
             added = None if lora is None else lora.mixture(index)
             routed = None if routed_of is None else routed_of(names)
-            if spec.sees and (of_images := step.batch.image_tokens) is not None:
-                both = experts, step.layers[index][IMAGE_EXPERTS]
-                names[self.out] = mix_by_modality(read(names), both, spec, of_images, lora_of(added, MixtureLora))
-                return
             launched = launches(backend_of(step, experts))
             y = mix_experts(read(names), experts, spec, added, routed, launches=launched)
-            bias = step.layers[index].get(self.bias)
-            y = y if bias is None else y + bias
             out = step.kept.get(Kept(self.out, y.shape[1:]))
             names[self.out] = y if out is None else out.copy_(y)
 
@@ -69,9 +60,9 @@ class Moe(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        from ...moe.experts import what_native_lacks
+        from ...moe.experts import what_kernels_lack
 
-        if (lack := what_native_lacks(self.spec)) is not None:
+        if (lack := what_kernels_lack(self.spec)) is not None:
             raise NoNativeOp(lack)
         x = to.read_rounded(at, self.x)
         to.route(x if self.routed is None else to.read_rounded(at, self.routed))
@@ -82,8 +73,7 @@ class Moe(Op):
 
     def detail(self) -> str:
         """See `Op.detail`."""
-        shared = f", and one of {self.spec.shared_size} for all" if self.spec.shared_size else ""
-        return f"{chosen_of(self.spec, f'{self.spec.size}')}{shared}"
+        return f"{chosen_of(self.spec, f'{self.spec.size}')}{self.spec.for_all}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,72 +114,6 @@ class SharedExpert(Op):
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"width {self.spec.shared_size}"
-
-
-@dataclass(frozen=True, slots=True)
-class MoeWithSinks(Op):
-    """A mixture of experts, and of sinks: see `Experts.sinks`."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    SLOTS = ("experts", "sinks")
-    LACKS = "mixture with experts of all tokens that its router weighs"
-
-    x: Read
-    out: str
-    spec: Experts
-    experts: str = "experts"
-    sinks: str = "sink_experts"
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        from ...moe.sink_experts import mix_with_sinks
-
-        read, index = at.reader(self.x), at.index
-
-        def run(step: Step) -> None:
-            weights, lora = step.layers[index], step.batch.lora
-            added = None if lora is None else lora.mixture(index)
-            y = mix_with_sinks(read(step.names), weights[self.experts], weights[self.sinks], self.spec, added)
-            out = step.kept.get(Kept(self.out, y.shape[1:]))
-            step.names[self.out] = y if out is None else out.copy_(y)
-
-        return run
-
-    def detail(self) -> str:
-        """See `Op.detail`."""
-        return (
-            f"{chosen_of(self.spec, f'{self.spec.size}')}, and {self.spec.sinks} for all, which the router weighs, too"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CarryRouted(Op):
-    """`out = x + weight · before`, which the next layer's router takes on; without a weight `out = x`."""
-
-    READS = ("x", "before")
-    WRITES = ("out",)
-    SLOTS = ("weight",)
-    LACKS = "router that goes over layers"
-
-    x: str
-    before: str | None = None
-    weight: str | None = None
-    out: str = ROUTED
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        index = at.index
-
-        def run(step: Step) -> None:
-            names = step.names
-            x = names[self.x]
-            if self.before is not None and self.weight is not None:
-                x = x + names[self.before] * step.layers[index][self.weight]
-            memory = step.kept.get(Kept(self.out, x.shape[1:]))
-            names[self.out] = x if memory is None else memory.copy_(x)
-
-        return run
 
 
 class _Mixture(Protocol):

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chorus.core.model.families.longcat.layer import LongCatExperts
+from chorus.core.model.families.zaya.layer import ZayaExperts
 from chorus.core.model.moe.experts import choose, mix_experts
 from chorus.core.model.moe.listed_experts import ListedExperts
 from chorus.core.model.moe.mixture_lora import MixtureLora
@@ -137,7 +139,8 @@ SPECS = {
     "bounded": replace(SPEC, activation=BoundedSwiglu(0.6)),
     "bounded, shared": replace(SPEC, shared_size=24, shared_activation=BoundedSwiglu(0.2)),
     "limited": replace(SPEC, activation=LimitedSwiglu(0.6), shared_size=24, shared_activation=Activation.SILU),
-    "idle": replace(SPEC, idle=5, routing=replace(SPEC.routing, corrected=True)),
+    "idle": LongCatExperts(SPEC.count, SPEC.size, replace(SPEC.routing, corrected=True), idle=5),
+    "skipped": ZayaExperts(SPEC.count, SPEC.size, replace(SPEC.routing, corrected=True), router_size=HIDDEN),
     "sigmoid": replace(SPEC, shared_size=24, routing=Routing(4, Scoring.SIGMOID, True, groups=4, kept_groups=2)),
 }
 
@@ -192,8 +195,9 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
     matrices = [weights.gate_up, weights.down]
     matrices += [each for each in (weights.gate_up_bias, weights.down_bias) if each is not None]
     for row, chosen, factors, found in zip(rows, *choice, mix_experts(rows, weights, spec), strict=True):
+        given = 0 * row if isinstance(spec, ZayaExperts) else row
         want = sum(
-            factor * (expert(row, *(each[index] for each in matrices)) if index < spec.count else row)
+            factor * (expert(row, *(each[index] for each in matrices)) if index < spec.count else given)
             for index, factor in zip(chosen.tolist(), factors.double(), strict=True)
         )
         if weights.shared_gate_up is not None:

@@ -14,6 +14,7 @@ from chorus.core.model.batch import StepBatch
 from chorus.core.model.compose.build import Build
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.families.falcon_h1.layer import FactoredLayer
 from chorus.core.model.families.gemma_4.layer import Gemma4Layer
 from chorus.core.model.families.muse.layer import MuseLayer
 from chorus.core.model.program.native_binding import Tables, score_scale
@@ -157,7 +158,7 @@ class TestRefusals:
             assert odd.startswith("it needs even sizes, and this model's are [16] of heads, [")
 
     def test_factors_before_a_norm_are_computed(self):
-        scaled = replace(LAYER, feed_forward=GatedSpec(80, gate_factor=0.5, factor=2.0))
+        scaled = FactoredLayer(MIXER, GatedSpec(80), gate_factor=0.5, part_factor=2.0)
         assert refusal(LAYER, scaled) is None
         assert refusal(LAYER, replace(scaled, norms=Norms.AROUND)) is None
 

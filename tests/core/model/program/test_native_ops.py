@@ -7,16 +7,21 @@ from enum import StrEnum
 
 import pytest
 
+from chorus.core.model.compose.build import Build, Value
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.compose.parts import activated, down, gate_up
 from chorus.core.model.families.bitnet.layer import BitNetLayer
+from chorus.core.model.families.cohere_2_moe.layer import CohereMoeLayer
 from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
+from chorus.core.model.families.falcon_h1.layer import FactoredLayer
 from chorus.core.model.families.mimo.layer import MiMoLayer
 from chorus.core.model.program.layer_program import LayerProgram
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.program.op import NoNativeOp, Op
+from chorus.core.model.program.ops.gates import SparseGates
 from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
-from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing
+from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
@@ -106,7 +111,7 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, norms=Norms.PARALLEL_APART), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
         (replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.APART)), "Norm Gemm Attend Gemm Norm GateUp Gemm"),
         (replace(LAYER, feed_forward=EXPERTS), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
-        (replace(LAYER, feed_forward=replace(EXPERTS, factor=0.5)), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
+        (CohereMoeLayer(MIXER, EXPERTS, factor=0.5), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
         (replace(LAYER, feed_forward=None), "Norm Gemm Attend Gemm"),
         (replace(LAYER, mixer=None), "Norm GateUp Gemm"),
         (replace(LAYER, media_part=2), "Norm Gemm Attend Gemm Norm GateUp Gemm AddMedia"),
@@ -146,21 +151,29 @@ def test_ranks_meet_before_their_parts_are_added_up():
 
 
 def test_factors_of_one_value_are_one():
-    part = GatedSpec(80, factor=0.5)
-    (add,) = (op for op in lowered(replace(LAYER, feed_forward=part, residual_multiplier=0.25)) if op.kind == "Add"
-              and op.arguments["factor"] != 0.25)  # fmt: skip
+    layer = FactoredLayer(MIXER, GatedSpec(80), residual_multiplier=0.25, part_factor=0.5)
+    (add,) = (op for op in lowered(layer) if op.kind == "Add" and op.arguments["factor"] != 0.25)
     assert add.arguments["factor"] == 0.125
 
 
 def test_a_gate_that_only_some_activations_read_is_computed_with_its_product():
     for activation in Activation:
-        part = GatedSpec(80, activation, gate_factor=0.5)
-        (up,) = (op for op in lowered(replace(LAYER, feed_forward=part)) if op.kind == "GateUp")
+        layer = FactoredLayer(MIXER, GatedSpec(80, activation), gate_factor=0.5)
+        (up,) = (op for op in lowered(layer) if op.kind == "GateUp")
         assert up.arguments["factor"] == 0.5
 
 
+class SparseLayer(DecoderLayer):
+    """Gates as Gemma 3n has them, in a layer with a residual of one stream."""
+
+    def dense_part(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
+        gu = gate_up(b, spec, rows)
+        b.put(SparseGates(gu, gu, 0.5), gu.width)
+        return down(b, spec, activated(b, spec, gu))
+
+
 def test_sparse_gates_are_of_one_rank():
-    sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
+    sparse = SparseLayer(MIXER, GatedSpec(80))
     assert kinds(sparse) == "Norm Gemm Attend Gemm Norm Gemm SparseGates Activate Gemm"
     with pytest.raises(NoNativeOp, match="sparse gate of which ranks have shares"):
         lowered(sparse, has_ranks=True)

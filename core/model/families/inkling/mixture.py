@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import logsigmoid
 
-from ....ops.elementwise.activations import sigmoid
-from ..specs.feed_forward import Experts
-from .experts import ExpertChoice, ExpertWeights
-from .mixture_launches import MixtureLaunches
-from .mixture_lora import MixtureLora
+from .....ops.elementwise.activations import sigmoid
+from ...moe.experts import ExpertChoice, ExpertWeights
+from ...moe.mixture_launches import MixtureLaunches
+from ...moe.mixture_lora import MixtureLora
+from .experts import SinkExperts
 
 
 def mix_with_sinks(
     x: torch.Tensor,
     experts: ExpertWeights,
     sinks: ExpertWeights,
-    spec: Experts,
+    spec: SinkExperts,
     lora: MixtureLora | MixtureLaunches | None = None,
 ) -> torch.Tensor:
     """The output of a mixture for rows `[rows, hidden]`. lora: the step's adapters, which sinks have none of."""
@@ -30,7 +30,7 @@ def mix_with_sinks(
     return experts.add_up(torch.cat((outputs, further), 1), weights, None)
 
 
-def choose_with_sinks(x: torch.Tensor, experts: ExpertWeights, sinks: ExpertWeights, spec: Experts) -> ExpertChoice:
+def choose_with_sinks(x: torch.Tensor, experts: ExpertWeights, sinks: ExpertWeights, spec: SinkExperts) -> ExpertChoice:
     """The experts of rows, and the weights of them and of all sinks: sigmoids, divided by their sum."""
     routing, logits = spec.routing, experts.logits(x)
     scores = sigmoid(logits)

@@ -1,0 +1,1 @@
+"""Cohere 2 MoE: how its configuration is read, and its layers."""

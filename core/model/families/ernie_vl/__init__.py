@@ -1,0 +1,1 @@
+"""ERNIE 4.5 VL: how its configuration is read, and its layers."""

@@ -1,0 +1,44 @@
+"""What a router hands over to the next layer's (ZAYA).
+
+Tests: tests/core/layers/test_convolved_heads.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...program.layer_program import Kept
+from ...program.op import ROUTED, Op
+
+if TYPE_CHECKING:
+    from ...program.torch_step import OpContext, Run, Step
+
+
+@dataclass(frozen=True, slots=True)
+class CarryRouted(Op):
+    """`out = x + weight · before`, which the next layer's router takes on; without a weight `out = x`."""
+
+    READS = ("x", "before")
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+    LACKS = "router that goes over layers"
+
+    x: str
+    before: str | None = None
+    weight: str | None = None
+    out: str = ROUTED
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        index = at.index
+
+        def run(step: Step) -> None:
+            names = step.names
+            x = names[self.x]
+            if self.before is not None and self.weight is not None:
+                x = x + names[self.before] * step.layers[index][self.weight]
+            memory = step.kept.get(Kept(self.out, x.shape[1:]))
+            names[self.out] = x if memory is None else memory.copy_(x)
+
+        return run
