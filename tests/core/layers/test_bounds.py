@@ -20,7 +20,7 @@ from chorus.memory.files.format import inspect_adapter
 from ..test_families import executor_of
 from ..tiny_families import make_all_linear, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: As published checkpoints have them, of five layers and two for drafts.
 LEGACY = {

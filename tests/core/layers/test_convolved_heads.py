@@ -24,7 +24,7 @@ from ..tiny_families import load_model, make_all_linear, save_family
 from .test_hybrids import Runner
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @pytest.fixture

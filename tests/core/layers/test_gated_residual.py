@@ -20,7 +20,7 @@ from chorus.ops.elementwise.elementwise import scaled_norm
 from ..tiny_families import make_all_linear, save_family
 from .test_bounds import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ..test_families import executor_of, logits_of
 from ..tiny_families import make_all_linear, save_family
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 HY_V4, PROMPTS = "hy-v4", [list(range(3, 43)), [9, 8, 7]]
 

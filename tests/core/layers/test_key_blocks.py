@@ -25,7 +25,7 @@ from ..paths.asked import answers, told
 from ..tiny_families import make_all_linear, save_family
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 by_torch = pytest.mark.parametrize("kernels", ["torch"])
 

@@ -28,7 +28,7 @@ from ..paths.asked import answers, told
 from ..test_families import executor_of, logits_of
 from ..tiny_families import make_all_linear, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 GLM, PROMPTS = "glm-5.3-flash", [list(range(3, 43)), [9, 8, 7]]
 by_torch = pytest.mark.parametrize("kernels", ["torch"])

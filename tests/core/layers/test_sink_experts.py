@@ -22,7 +22,7 @@ from chorus.ops.moe.expert_gemms import pack
 from ..tiny_families import load_model, make_all_linear, save_family
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 SPEC = Experts(8, 12, Routing(3, Scoring.SIGMOID, renormalised=True, factor=1.5, corrected=True), sinks=2)
 

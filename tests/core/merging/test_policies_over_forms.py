@@ -29,7 +29,7 @@ from ..conftest import Answer, Driver, ticking
 from ..quantised.test_forms_by_group import FORMS, INVOCATION, Subject, base_of, groups_of, model_of, subject_of
 from ..tiny_families import train_vectors, without_conversion
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 FAMILIES = ("llama-biased", "deepseek-v3", "kimi-linear", "qwen3.5", "nemotron-h", "gemma-3n")
 POLICIES = ("dlora-1", "dlora-2", "dlora-3", "dlora-artifact", "fastest")
