@@ -1,5 +1,5 @@
-"""Every form of adapter on every group of projections under every mode policy, half of the forms at once in an arena too
-small for all of them: tokens are those of steps that merge nothing.
+"""Every form of adapter on every group of projections under every mode policy, in an arena too small for all of them:
+tokens are those of steps that merge nothing.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def kernels() -> str:
     return "auto"
 
 
-def subject(family: str, half: int) -> Subject:
+@pytest.fixture
+def subject(family: str) -> Subject:
     """Names are forms and groups."""
-    forms, whole = [*FORMS][half::2], [*WHOLE][half::2]
-    adapters = {f"{form} {group}": path for form in forms for group, path in subject_of(family, form).adapters.items()}
+    adapters = {f"{form} {group}": path for form in FORMS for group, path in subject_of(family, form).adapters.items()}
     root = kept_files(f"whole forms {family}", lambda root: save_whole(family, root))
-    return Subject(model_of(family), {**adapters, **{form: root / form for form in whole if (root / form).is_dir()}})
+    return Subject(model_of(family), {**adapters, **{form: root / form for form in WHOLE if (root / form).is_dir()}})
 
 
 @quiet()
@@ -201,13 +201,11 @@ def pages_of(driver: Driver, names: list[str]) -> int:
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("half", [0, 1])
-def test_tokens_are_those_of_steps_that_merge_nothing(drive, family, policy, half):
-    it = subject(family, half)
+def test_tokens_are_those_of_steps_that_merge_nothing(drive, subject, policy):
     limits = {"adapters": {}, "max_num_seqs": ROOM, "block_tokens": 8, "max_num_batched_tokens": 64}
     limits |= {"max_model_len": 64, "preemption": "swap", "prefix_cache": False}
-    plain = drive(it, **limits, memory_bytes=32 << 20)
-    names = register(plain, it)
+    plain = drive(subject, **limits, memory_bytes=32 << 20)
+    names = register(plain, subject)
     num_pages = pages_of(plain, names)
     asked = bursts(names, seed=POLICIES.index(policy))
     want = answered(plain, asked)
@@ -215,7 +213,7 @@ def test_tokens_are_those_of_steps_that_merge_nothing(drive, family, policy, hal
 
     chosen = Policies(mode=mode_policy(policy, Prices()))
     driver = drive(
-        it,
+        subject,
         **limits,
         num_pages=num_pages,
         policies=chosen,
@@ -223,7 +221,7 @@ def test_tokens_are_those_of_steps_that_merge_nothing(drive, family, policy, hal
         max_turn_seconds=1e9,
         max_turn_steps=10**9,
     )
-    assert register(driver, it) == names
+    assert register(driver, subject) == names
     found = answered(driver, asked)
     for burst, ours, theirs in zip(asked, found, want, strict=True):
         for each, one, other in zip(burst, ours, theirs, strict=True):
