@@ -63,7 +63,7 @@ style-report: ## counts of words, sentences, parameters and positional values
 affected: ## the tests of the files that differ from BASE (main), as modules' docstrings name them
 	tests="$$(python -m tests.affected --since $(BASE))"; \
 	if [ -z "$$tests" ]; then echo "no test is of what differs from $(BASE)"; else \
-	    CHORUS_TEST_SHARE=6 pytest -q -m "not slow and (sample or not triton)" $$tests; fi
+	    CHORUS_TEST_SHARE=6 pytest -q -m "not slow and not triton" $$tests; fi
 
 test: ## the test suite, both halves
 	pytest -q
@@ -89,8 +89,8 @@ same-references: ## transformers + peft answer as tests/reference_answers has it
 	CHORUS_REFERENCES=all pytest -q --served
 
 slow: ## the slow tests and studies, which pytest and .ci/run leave out, and the quick ones of GPU kernels: half an hour
-	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"
-	TRITON_INTERPRET=1 pytest -q -n 2 -m "not slow and not sample" $(INTERPRETED)
+	pytest -q -m "(slow and not triton) or (triton and not slow)" --ignore-glob "*_interpreted.py"
+	TRITON_INTERPRET=1 pytest -q -n 2 -m "not slow" $(INTERPRETED)
 	HYPOTHESIS_PROFILE=thorough pytest -q -m "hypothesis and not slow and not triton"
 	$(MAKE) --no-print-directory studies compare STUDIES="$(LONG_STUDIES)"
 
@@ -148,14 +148,16 @@ families: ## the whole table of paths: every family and every form of adapter an
 	CHORUS_FAMILIES=every pytest -q tests/core/paths tests/core/executors/test_cuda_families_interpreted.py
 
 level-%: ## tests of native kernels and of an engine at one ISA level, such as level-avx2; not those that test all levels
-	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow and not once and not levels" tests/ops tests/attacks tests/core/model \
-	    tests/core/adapters/test_adapter_vectors.py tests/core/test_parity.py
+	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow" tests/ops --ignore tests/ops/mixers tests/attacks tests/core/model/weights \
+	    tests/core/model/program/test_native_decoder.py tests/core/adapters/test_adapter_vectors.py \
+	    $(addprefix tests/core/test_parity.py::test_,32_concurrent_requests_over_8_adapters batches_of_every_kind_on_one_engine \
+	    page_size_does_not_matter bfloat16_choices_are_the_references_within_rounding)
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -k "once and native and (mixed or bits)" tests/core/paths
 
-plain: ## numerics tests of kernels and of an engine against a package built without a compiler in PLAIN
+plain: ## comparisons of numbers of kernels and of an engine against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \
 	python -c "from chorus.ops.library import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
-	pytest -q -n 0 -m "numerics and not slow" tests/ops tests/core/model tests/core/test_parity.py
+	pytest -q -n 0 -m "native(needed=False) and not slow" tests/ops tests/core/model tests/core/test_parity.py
 
 levels: $(addprefix level-,$(LEVELS))
 

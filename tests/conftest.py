@@ -26,7 +26,6 @@ import numpy as np
 import pytest
 import torch
 from _pytest.mark.expression import Expression
-from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
 from . import references
@@ -156,10 +155,8 @@ def marks_of_file(path: Path) -> frozenset[str]:
     may be marked with, as `pytest_collection_modifyitems` checks.
     """
     words = set(re.findall(r"\w+", path.read_text()))
-    if "numerics" in words:
-        words.add("native")
     if path.stem.endswith("_interpreted"):
-        words |= {"long", "triton"}
+        words.add("triton")
     return frozenset(words)
 
 
@@ -195,30 +192,33 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests, those of GPU kernels but for a sample, and most cases of `wide` tests, unless they are
-    named, by themselves or by a marker; a share that the environment says is drawn of named ones, too. Where the native
-    library is there, leave out those that compare numbers of PyTorch's operators, too: `make plain` runs them without
-    it. Long tests come first, so that none is left alone at the end. A test that compares numbers is `native` where its
-    kernels are, so that those which another level of instructions may change are told apart. Of these, one with a
-    parameter `level` runs at all `levels` in any session.
+    """Leave out slow tests, those of GPU kernels, and most cases of `wide` tests, unless they are named, by themselves
+    or by a marker; a share that the environment says is drawn of named ones, too. Where the native library is there,
+    leave out comparisons of PyTorch's operators, too: `make plain` runs them without it. A session at one ISA level
+    leaves out cases with a parameter `level`, which run at all levels in any other. Tests that may take long come
+    first, so that none is left alone at the end.
     """
     if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
-    left_out = _beyond_pairs(items)
+    left_out: set[pytest.Item] = set()
     is_plain = _is_plain(config)
     if is_plain:
-        left_out |= {item for item in items if _is_left_out(item)}
+        left_out |= {item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("triton")}
+    if is_plain or is_of_one_level(config.option.markexpr):
+        left_out |= {item for item in items if _is_of_the_other_kernels(item)}
+    if is_of_one_level(config.option.markexpr):
+        left_out |= {item for item in items if item.get_closest_marker("native") and "level" in _params(item)}
     if is_plain or "CHORUS_TEST_SHARE" in os.environ:
         rest = [item for item in items if item not in left_out]
         left_out |= beyond_share(rest, chosen_share(), os.environ[SEED])
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    for item in items:
-        if item.get_closest_marker("numerics") and _kernels(item) == "native":
-            item.add_marker("native")
-        if item.get_closest_marker("native") and "level" in _params(item):
-            item.add_marker("levels")
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
+def is_of_one_level(expression: str) -> bool:
+    """True where `-m` chooses tests for the ISA level that the environment names."""
+    return bool(expression) and "CHORUS_CPU_ISA" in os.environ
 
 
 def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
@@ -256,80 +256,44 @@ def beyond_share(items: list[pytest.Item], share: int, seed: str) -> set[pytest.
 
 
 def _drawn(cases: list[pytest.Item], share: int, rng: random.Random) -> list[pytest.Item]:
-    """Draw one in `share` cases of a test. With `wide(each=NAMES)` draw covers instead: few cases in which each of the
-    parameters of these names has each of its values. A plain share is one cover; one N times as large, N of them.
+    """Draw one in `share` cases of a test, with as many values of its parameters as they can have. With
+    `wide(each=NAMES)` draw covers instead: few cases in which each of the parameters of these names has each of its
+    values. A plain share is one cover; one N times as large, N of them.
     """
-    shuffled, marker = rng.sample(cases, len(cases)), cases[0].get_closest_marker("wide")
+    left, marker = rng.sample(cases, len(cases)), cases[0].get_closest_marker("wide")
     names = marker.kwargs.get("each", ()) if isinstance(marker, pytest.Mark) else ()
-    if share == 1 or not names:
-        return shuffled[: max(1, round(len(cases) / share))]
+    if share == 1:
+        return cases
+    if not names:
+        cover, left = _cover(left, tuple(_params(cases[0])))
+        return [*cover, *left][: max(1, round(len(cases) / share))]
     drawn: list[pytest.Item] = []
     for _ in range(max(1, SHARE // share)):
-        rest, seen = [], set[tuple[str, Any]]()
-        for case in shuffled:
-            own = {(name, _params(case)[name]) for name in names}
-            (drawn if own - seen else rest).append(case)
-            seen |= own
-        shuffled = rest
+        cover, left = _cover(left, names)
+        drawn += cover
     return drawn
 
 
-def _is_left_out(item: pytest.Item) -> bool:
-    """True if a plain `pytest` leaves a test out with all its cases."""
-    is_of_kernels = item.get_closest_marker("triton") and not item.get_closest_marker("sample")
-    return bool(item.get_closest_marker("slow") or is_of_kernels or _is_of_the_other_kernels(item))
+def _cover(cases: list[pytest.Item], names: tuple[str, ...]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Cases, each with a value of a parameter that none before it has, and the others."""
+    cover, rest, seen = [], [], set[tuple[str, int]]()
+    for case in cases:
+        own = {(name, id(_params(case).get(name))) for name in names}  # not all values have a hash
+        (cover if own - seen else rest).append(case)
+        seen |= own
+    return cover, rest
 
 
 def _is_of_the_other_kernels(item: pytest.Item) -> bool:
     from chorus.ops.library import native_library
 
-    return (
-        _kernels(item) == "torch"
-        and item.get_closest_marker("native") is None
-        and item.get_closest_marker("numerics") is not None
-        and native_library.why_unavailable(torch.float32) is None
-    )
+    mark = item.get_closest_marker("native")
+    is_other = mark is not None and not _is_needed(mark) and _params(item).get("kernels") == "torch"
+    return is_other and native_library.why_unavailable(torch.float32) is None
 
 
-def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases of tests marked `pairs` that are not needed for any two values of different parameters to meet in one. With
-    `pairs(alone=NAME)` the values of that parameter need not meet those of others, and each is in one case at least.
-    """
-    tests: dict[str, list[tuple[pytest.Item, dict[tuple[str, ...], tuple[int, ...]]]]] = {}
-    alone: dict[str, tuple[str, ...]] = {}
-    for item in items:
-        if (marker := item.get_closest_marker("pairs")) and (params := getattr(item, "callspec", None)):
-            test = item.nodeid.partition("[")[0]
-            marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
-            axes = [tuple(re.split(r",\s*", names)) if isinstance(names, str) else tuple(names) for names in marks]
-            axes += [(name,) for name in params.params if not any(name in axis for axis in axes)]
-            tests.setdefault(test, []).append(
-                (item, {axis: tuple(id(params.params[n]) for n in axis) for axis in axes})
-            )
-            alone[test] = (str(marker.kwargs.get("alone")),)
-    return {item for test, cases in tests.items() for item in _unneeded(cases, alone[test])}
-
-
-def _unneeded(
-    cases: list[tuple[pytest.Item, dict[tuple[str, ...], tuple[int, ...]]]], alone: tuple[str, ...]
-) -> Iterator[pytest.Item]:
-    """Cases of one test beyond those that pair its axes, all of which take every combination of values."""
-    of_values = {tuple(values.items()): item for item, values in cases}
-    axes = list(cases[0][1])
-    # the last kernels are the fastest, so that their values come first
-    choices = {axis: list(dict.fromkeys(values[axis] for _, values in reversed(cases))) for axis in axes}
-    paired = [axis for axis in axes if axis != alone]
-    values = [choices[axis] for axis in paired]
-    rows = [[*row] for row in (AllPairs(values) if len(values) > 1 else itertools.product(*values))]
-    singles = choices.get(alone, [])
-    needed = set()
-    for at in range(max(len(rows), len(singles))):
-        of_axis = dict(zip(paired, rows[at % len(rows)], strict=True))
-        if singles:
-            of_axis[alone] = singles[at] if at < len(singles) else singles[0]
-        needed.add(tuple((axis, of_axis[axis]) for axis in axes))
-    assert needed <= of_values.keys(), "a test marked `pairs` has not all combinations of its values"
-    return (item for values, item in of_values.items() if values not in needed)
+def _is_needed(mark: pytest.Mark) -> bool:
+    return bool(mark.kwargs.get("needed", True))
 
 
 def pytest_collection_finish() -> None:
@@ -374,21 +338,18 @@ def pytest_timeout_set_timer() -> Generator[None, object, object]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed what a test draws, by its name. Skip a test marked `native`, or with `native` as its kernels, by the reason
-    why the library can't be used. One marked `triton` is skipped where triton is missing.
+    """Seed what a test draws, by its name. Skip a test that needs the native library, by its mark or with `native` as
+    its kernels, by the reason why it can't be used. One marked `triton` is skipped where triton is missing.
     """
     from chorus.ops.library import native_library
 
     _seed(item.nodeid)
     if item.get_closest_marker("triton") and find_spec("triton") is None:
         pytest.skip("triton is not installed; pip install chorus-lora[kernels]")
-    is_native = item.get_closest_marker("native") or _kernels(item) == "native"
+    mark = item.get_closest_marker("native")
+    is_native = (mark is not None and _is_needed(mark)) or _params(item).get("kernels") == "native"
     if is_native and (reason := native_library.why_unavailable(torch.float32)):
         pytest.skip(f"no native library: {reason}")
-
-
-def _kernels(item: pytest.Item) -> str | None:
-    return _params(item).get("kernels")
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class InterpretedTests(pytest.Item):
         self._tests = tests
         self.extra_keyword_matches.update(tests)
         self.add_marker(pytest.mark.timeout(SECONDS))
-        for name in sorted({*marks, "long", "triton"}):
+        for name in sorted({*marks, "triton"}):
             self.add_marker(name)
 
     def runtest(self) -> None:

@@ -27,7 +27,7 @@ from .conftest import (
 
 HERE = Path(__file__).parent
 
-SLOW = "(slow and not triton) or (triton and not slow and not sample)"
+SLOW = "(slow and not triton) or (triton and not slow)"
 """Of `make slow`."""
 
 
@@ -35,10 +35,10 @@ SLOW = "(slow and not triton) or (triton and not slow and not sample)"
     ("expression", "marks", "wanted"),
     [
         ("slow", {"slow"}, True),
-        ("slow", {"native", "long"}, False),
+        ("slow", {"native", "wide"}, False),
         ("not slow", {"slow"}, True),  # some tests of the file may not be
-        ("numerics and not slow", {"slow"}, False),
-        ("numerics and not slow", {"slow", "numerics"}, True),
+        ("native and not slow", {"slow"}, False),
+        ("native and not slow", {"slow", "native"}, True),
         (SLOW, {"triton"}, True),
         (SLOW, {"native"}, False),
         ("slow and triton", {"slow"}, False),
@@ -51,9 +51,8 @@ def test_a_file_is_collected_if_a_test_may_match(expression, marks, wanted):
 @pytest.mark.parametrize(
     ("file", "wanted"),
     [
-        ("core/model/weights/test_kv_scales.py", {"numerics", "native"}),  # `native` by the kernels of a case
-        ("core/paths/test_paths.py", {"native", "slow", "wide"}),
-        ("core/executors/test_cuda_interpreted.py", {"triton", "long", "slow"}),
+        ("core/paths/test_paths.py", {"slow", "wide"}),
+        ("core/executors/test_cuda_interpreted.py", {"triton", "slow"}),
         ("ops/lora/test_sgmv_triton.py", {"triton", "slow"}),
     ],
 )
@@ -76,7 +75,7 @@ def test_each_file_is_of_one_half():
 
 
 def test_a_file_without_a_mark_does_not_have_it(tmp_path):
-    (tmp_path / "test_it.py").write_text("import pytest\n\npytestmark = pytest.mark.numerics\n")
+    (tmp_path / "test_it.py").write_text("import pytest\n\npytestmark = pytest.mark.native\n")
     assert {"slow", "triton"}.isdisjoint(marks_of_file(tmp_path / "test_it.py"))
 
 
@@ -186,18 +185,6 @@ def test_a_share_that_is_not_a_positive_integer_is_a_usage_error(monkeypatch, va
     assert f"CHORUS_TEST_SHARE is {value!r}" in told
     assert "must be a positive integer" in told
     assert "unset it" in told
-
-
-def test_levels_leave_out_single_tests_only():
-    """A new test of native code runs on every instruction set: none is `once` by its module or its class."""
-    for path in HERE.rglob("test_*.py"):
-        if "pytest.mark.once" not in path.read_text():
-            continue
-        tree = ast.parse(path.read_bytes())
-        tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-        once = [test for test in tests if "pytest.mark.once" in map(ast.unparse, test.decorator_list)]
-        uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "once"]
-        assert len(uses) == len(once) < len(tests), path
 
 
 def test_what_levels_leave_out_runs_on_every_instruction_set_at_once():

@@ -145,8 +145,8 @@ def test_each_reason_has_a_job():
 def test_the_jobs_are_there():
     run, integrations = ((ROOT / ".ci" / name).read_text() for name in ("run", "integrations"))
     assert all(f'bash .ci/integrations "$venvs" {step}' in run for step in ("install", "test"))
-    assert '-m "(integration or clients) and not (gpu or vision)"' in integrations
-    assert '-m "vision and not (gpu or slow)"' in integrations
+    assert '"$bin/pytest" -q -m integration ' in integrations
+    assert '-m "vision and not slow"' in integrations
     assert "as_readme_says 2" in run
     assert "make" in run
     assert " rest" in run
@@ -160,7 +160,7 @@ def test_what_integrations_run_has_the_mark():
     """So that its job selects it."""
     for path in sorted({path for path, reason in found() if JOBS.get(reason) == INTEGRATIONS}):
         text = (HERE / path).read_text(encoding="utf-8")
-        assert "pytest.mark.integration" in text or "pytest.mark.clients" in text, path
+        assert "pytest.mark.integration" in text or "pytest.mark.vision" in text, path
 
 
 def test_what_needs_the_extra_vision_has_its_mark():
@@ -168,3 +168,11 @@ def test_what_needs_the_extra_vision_has_its_mark():
         text = path.read_text(encoding="utf-8")
         if re.search(r"\bneeds_vision\b(?!\.)", text) and path.name != "test_skips.py":
             assert "pytest.mark.vision" in text, path
+
+
+def test_what_needs_a_gpu_is_in_files_of_their_own():
+    """So that their job selects them by their names."""
+    files = {path for path, reason in found() if JOBS.get(reason) == GPU}
+    assert files
+    assert all(path.endswith("_gpu.py") for path in files), files
+    assert 'find tests -name "test_*_gpu.py"' in (ROOT / ".github/workflows/perf.yml").read_text()

@@ -1,8 +1,10 @@
-"""The time that each test may take, by pytest-timeout."""
+"""The time that each test may take, by pytest-timeout, and the clock that all tests of a process share."""
 
 from __future__ import annotations
 
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,3 +28,18 @@ def test_time_that_is_up_is_no_counterexample(monkeypatch):
         drawn()
     assert len(examples) == 1
     assert not isinstance(found.value, Exception | pytest.fail.Exception)
+
+
+#: Sets a function of `time`, or of `asyncio`, for the whole process instead of one module of ours.
+CLOCK_OF_ALL = re.compile(r"""setattr\(\s*(?:"[\w.]*\b(?:time|asyncio)\.\w+"|(?:\w+\.)?(?:time|asyncio),)""")
+
+
+def test_no_test_sets_the_clock_of_all():
+    """The loop of a server that other tests share would take the time that is left until its next tick from two clocks,
+    and wait for hours. Set `time` of the module under test.
+    """
+    assert CLOCK_OF_ALL.search('patch.setattr("chorus.core.engine.time.monotonic", clock)')
+    assert CLOCK_OF_ALL.search('patch.setattr(asyncio, "sleep", sleep)')
+    paths = Path(__file__).parent.rglob("*.py")
+    found = [path.name for path in paths if path != Path(__file__) and CLOCK_OF_ALL.search(path.read_text())]
+    assert not found

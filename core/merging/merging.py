@@ -229,14 +229,16 @@ class Merging:
             self._pages.give_up()
 
     def _forget(self) -> None:
-        """The pages are gone."""
+        """The pages are gone, if there were any."""
+        if self.shadowed is None:
+            return
         adapter, is_held = self.shadowed, self.merged is not None or self.is_under_way
         self.num_switches += self.merged is not None
         self.merged = self.shadowed = None
         self.is_under_way, self._runs = False, []
         if self._backend is not None:
             self._backend.drop()
-        if adapter is not None and is_held:
+        if is_held:
             self._store.let_go(adapter)
 
 

@@ -22,7 +22,7 @@ class ShadowPages:
         self.num_pages = 0
         self.in_use = False
         self.on_gone: Callable[[], None] = lambda: None
-        """Called after the pages have been freed."""
+        """Called after `give_up` has freed the pages."""
 
     def take(self, runs: Sequence[range]) -> None:
         """Take more free pages, in use until `rest`. Raises OutOfPages, and takes none, if one is not free."""
@@ -42,13 +42,12 @@ class ShadowPages:
         self._order.add(self, self.num_pages, cost, uses)
 
     def give_up(self) -> None:
-        """Free the pages; does nothing if there are none."""
-        if not self.num_pages:
-            return
+        """Free the pages, and report it. The merged weights of some adapters have none."""
         self._order.discard(self)
         runs, self.runs, self.num_pages = self.runs, [], 0
         self.in_use = False
-        self._pool.give_back(runs, PageKind.SHADOW)
+        if runs:
+            self._pool.give_back(runs, PageKind.SHADOW)
         self.on_gone()
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:

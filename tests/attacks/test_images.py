@@ -18,7 +18,7 @@ from chorus.server.api.images.image_parts import ImageUrl, image_of
 
 from ..core.media.tiny_vision import needs_vision, tiny
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:

@@ -25,7 +25,7 @@ from ..core.media.tiny_vision import Reference, needs_vision
 from ..server.conftest import Live, live_server
 from ..server.test_image_requests import COUNT, GREEDY, HI, SEEN, as_part, file_of, picture, url_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 MANY, CACHE, FILES = 100, 256 << 10, 1 << 20
 PIXELS, READY = 3 * 32 * 32 * 4 * 2, 8

@@ -8,7 +8,7 @@ import pytest
 
 from .recorded import ANSWER, THOUGHT, num_tokens
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 TURNS = 50
 SHELL = {

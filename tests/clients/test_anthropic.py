@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from .recorded import ANSWER, ARGUMENTS, INPUT_TOOL, SAYS_ANSWER, SAYS_CALL, SAYS_CITY, THOUGHT, USER, num_tokens
 
 anthropic = pytest.importorskip("anthropic")
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 

@@ -18,7 +18,7 @@ from inspect_ai.tool import tool
 from inspect_ai.util import json_schema
 from pydantic import BaseModel
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 PROVIDERS = {"openai-api/chorus/base": "/v1", "vllm/base": "/v1", "anthropic/base": ""}
 if version("anthropic").startswith("1."):  # which it refuses

@@ -8,7 +8,7 @@ from .recorded import SAYS_CITY, num_tokens
 
 anthropic = pytest.importorskip("anthropic")
 instructor = pytest.importorskip("instructor")
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 
 class City(BaseModel):

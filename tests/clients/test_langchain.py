@@ -14,7 +14,7 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 
 class City(BaseModel):

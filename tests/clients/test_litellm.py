@@ -7,7 +7,7 @@ import pytest
 from .recorded import ANSWER, ARGUMENTS, FLAT, SAYS_ANSWER, SAYS_CALL, SAYS_CITY, THOUGHT, TOOL, USER, num_tokens
 
 litellm = pytest.importorskip("litellm")
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 PROVIDERS = {"openai": "/v1", "hosted_vllm": "/v1", "anthropic": ""}
 

@@ -8,7 +8,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 
 def asked(kind, *given):

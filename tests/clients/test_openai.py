@@ -21,7 +21,7 @@ from .recorded import (
     num_tokens,
 )
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 
 class City(BaseModel):

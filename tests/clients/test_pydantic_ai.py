@@ -15,7 +15,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 
 class City(BaseModel):

@@ -17,7 +17,7 @@ from chorus.server.text.output_parts import ParsedMessage
 from chorus.server.text.tool_call_formats import output_syntax_of
 
 trl = pytest.importorskip("trl")
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 TEMPLATES = {path.stem: path for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))}
 USER = {"role": "user", "content": "Weather?"}

@@ -22,7 +22,7 @@ from chorus.server.text.tokenizer import Tokenizer
 
 from ..server.conftest import live_server
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 PACKAGES = ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.inference_servers")
 

@@ -12,7 +12,7 @@ from chorus.server.demo.builtin import BUILTIN_MODEL
 
 from .recorded import SAYS_CALL, TOOL, USER
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)

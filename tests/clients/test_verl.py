@@ -28,7 +28,7 @@ from ..server.conftest import live_server
 
 SPEC = importlib.util.find_spec("verl")
 
-pytestmark = [pytest.mark.clients, pytest.mark.skipif(SPEC is None, reason="verl is not installed")]
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(SPEC is None, reason="verl is not installed")]
 
 TRAINERS = (
     "hydra",

@@ -14,7 +14,7 @@ from . import test_text_parts as text_parts
 from .altered_configs import LINEAR, MISSING, OLD_LINEAR, YARN_SCALING, Alteration, Checkpoint
 from .tiny_families import EVERY, save_family
 
-pytestmark = pytest.mark.numerics
+pytestmark = pytest.mark.native(needed=False)
 
 WITH_IMAGES = {**text_parts.MODELS, **text_parts.RENAMED}
 CHECKPOINTS = [*EVERY, *WITH_IMAGES]

@@ -10,7 +10,7 @@ from chorus.memory.transfers.transfer import ExecutorLost
 
 from .conftest import exported
 
-pytestmark = [pytest.mark.pairs(alone="kernels"), pytest.mark.wide]
+pytestmark = pytest.mark.wide
 
 PROMPT = [5, 9, 11, 40, 9, 7]
 

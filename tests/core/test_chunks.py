@@ -8,7 +8,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.specs.config import UnsupportedModel
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 def test_blocks_that_do_not_divide_a_chunk_are_refused(tiny):

@@ -21,7 +21,7 @@ from chorus.memory.transfers.transfer import ExecutorLost
 
 from .conftest import Answer
 
-pytestmark = [pytest.mark.pairs(alone="kernels"), pytest.mark.wide]
+pytestmark = pytest.mark.wide
 
 
 @pytest.fixture

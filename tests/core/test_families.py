@@ -37,7 +37,7 @@ from .tiny_families import (
     save_family,
 )
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 def test_the_notes_tell_whom_the_native_decoder_does_not_compute(tmp_path):

@@ -24,7 +24,7 @@ pytest.importorskip("gguf")
 from .gguf_changes import permute
 from .gguf_models import BESIDE, CHANGES, MODELS, tensors_of, write_gguf
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 def make(

@@ -62,7 +62,7 @@ def test_the_decoder_computes_all_mixtures(tmp_path, family):
     assert why_unsupported(config, torch.float32) is None
 
 
-@pytest.mark.numerics
+@pytest.mark.native(needed=False)
 @pytest.mark.parametrize(
     ("family", "ranks"), [(family, ranks) for family in NATIVE for ranks in (1, 2) if ranks == 1 or family not in WHOLE]
 )

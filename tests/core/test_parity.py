@@ -18,7 +18,7 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.host.images import ThreadReads
 
-pytestmark = [pytest.mark.numerics, pytest.mark.pairs, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 MODELS = ("gqa", "mha", "tied", "wide_heads")
 
@@ -120,7 +120,6 @@ def test_32_concurrent_requests_over_8_adapters(subject, drive, model, chunked):
         assert all(row.start == 0 or len(row.tokens) == 1 for plan in plans for row in plan.sequences)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_staggered_arrivals_join_a_running_batch(subject, drive, chunked):
     it = subject("gqa")
@@ -152,7 +151,6 @@ def test_batches_of_every_kind_on_one_engine(subject, drive):
         assert {adapter.name for adapter in widest.adapters} == {name for name in adapters if name}
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 17, 30])
 def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
     """Padding rows, and values that an earlier step left in the static buffers, change nothing."""
@@ -170,7 +168,6 @@ def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
     assert set(buckets) == {min(size for size in (1, 2, 4, 8, 16, 24, 31) if size >= rows)}
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_small_arena_preempts_requests_and_evicts_adapters(subject, drive, chunked):
@@ -208,7 +205,6 @@ def arrive(driver, cases, seed, between=lambda: None):
     check(driver, cases)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("block_tokens", [8, 16])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_shared_beginnings_start_from_the_cache(subject, drive, families, chunked, block_tokens):
@@ -236,7 +232,6 @@ def test_shared_beginnings_start_from_the_cache(subject, drive, families, chunke
     assert stats.num_preemptions == 0
 
 
-@pytest.mark.once
 def test_without_the_cache_nothing_is_kept(subject, drive, families):
     driver = drive(subject("gqa"), prefix_cache=False, max_num_batched_tokens=48)
     arrive(driver, families, seed=1)
@@ -244,7 +239,6 @@ def test_without_the_cache_nothing_is_kept(subject, drive, families):
     assert (stats.num_prefix_hit_tokens, stats.num_cached_pages) == (0, 0)
 
 
-@pytest.mark.once
 def test_conversations_go_on_from_their_answers(subject, drive):
     """The KV of generated tokens is reused too."""
     it = subject("tied")
@@ -266,7 +260,6 @@ def test_conversations_go_on_from_their_answers(subject, drive):
             prompts[adapter] = [*prompt, *want, more]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "config",
     [
@@ -292,7 +285,6 @@ def test_preemption_at_any_step(subject, drive, families, config, seed):
     assert driver.engine.stats().num_preemptions > 20
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("what", ["adapters", "everything"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_eviction_before_every_step(subject, drive, families, what, chunked):
@@ -315,7 +307,6 @@ def test_eviction_before_every_step(subject, drive, families, what, chunked):
     assert engine.stats().num_adapter_loads > 4 * (len(FEW) - 1), "adapters were not loaded again and again"
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "config",
     [
@@ -338,7 +329,6 @@ def test_limits_and_reads_change_no_token(subject, drive, config, threads):
     assert driver.engine.stats().num_adapter_loads >= len(it.adapters)
 
 
-@pytest.mark.once
 def test_threads_read_beside_random_preemption_and_eviction(subject, drive, families):
     """Everything at once, on the real clock."""
     driver = drive(

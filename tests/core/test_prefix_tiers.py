@@ -26,7 +26,7 @@ from chorus.memory.pages.eviction import RestoreCosts
 
 from .conftest import Answer
 
-pytestmark = pytest.mark.pairs(alone="kernels")
+pytestmark = pytest.mark.wide
 
 FAMILIES = ["qwen3", "mistral-window", "gemma-3", "qwen3.5", "deepseek-v3", "llama3"]
 OBSERVE = RestoreCosts.observe

@@ -40,7 +40,7 @@ from .test_prefix_tiers import (
 
 __all__ = ["costs_stay", "exact"]
 
-pytestmark = pytest.mark.pairs(alone="kernels")
+pytestmark = pytest.mark.wide
 
 
 class SleepyDriver(FakeDriver):

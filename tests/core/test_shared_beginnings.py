@@ -8,7 +8,7 @@ from .test_prefix_tiers import assert_same, config_of, exact, few, names_of, pro
 
 __all__ = ["exact"]
 
-pytestmark = pytest.mark.pairs(alone="kernels")
+pytestmark = pytest.mark.wide
 
 FAMILIES = ["qwen3.5", "nemotron-h", "gemma-3", "gemma-4", "gpt-oss", "mistral-window", "llama3"]
 SHARED = 32

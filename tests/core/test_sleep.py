@@ -10,7 +10,7 @@ from chorus.core.sleep import CannotSleep, Sleep
 from chorus.memory.pages.pool import OutOfPages
 from chorus.server.engine.engine_adapters import EngineNames
 
-pytestmark = pytest.mark.pairs(alone="kernels")
+pytestmark = pytest.mark.wide
 
 PROMPT = list(range(5, 45))
 ADAPTERS = (None, "r8-attention", "r1-all")

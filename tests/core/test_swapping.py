@@ -22,7 +22,7 @@ from chorus.perf.inline_reads import InlineReads
 from .conftest import exported, ticking
 from .test_parity import FEW, add_all, check, make_cases, make_families
 
-pytestmark = [pytest.mark.pairs(alone="kernels"), pytest.mark.wide]
+pytestmark = pytest.mark.wide
 
 SETTINGS = ["recompute", "swap", "auto"]
 

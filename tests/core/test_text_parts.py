@@ -27,7 +27,7 @@ from chorus.memory.files.format import inspect_adapter
 from .model.checkpoints.quantization.twins import weights
 from .tiny_families import BESIDE_TEXT, INDEXER, LATENT, LATENT_WINDOWS, QWEN4_EXP, YARN
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 TEXT = {
     "vocab_size": 150,

@@ -20,8 +20,6 @@ import triton.language as tl  # noqa: E402
 from chorus.ops.launch_triton import KernelLauncher, compiling  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler  # noqa: E402
 
-pytestmark = [pytest.mark.triton, pytest.mark.sample]
-
 _MEMORY = torch.zeros(1 << 12, dtype=torch.uint8)
 _CONSTANTS = {"TWO": 2, "ONE": 1, "num_warps": 2}
 

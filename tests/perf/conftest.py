@@ -83,3 +83,4 @@ def scripted() -> Iterator[ScriptedServer]:
     yield server
     running.should_exit = True
     thread.join(10)
+    assert not thread.is_alive(), "the server did not end"

@@ -474,6 +474,7 @@ def live_server(
                 engine.gate.set()
             server.should_exit = True
             thread.join(30)
+            assert not thread.is_alive(), "the server did not end"
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from ..core.media.tiny_vision import Reference, needs_vision, tiny
 from .conftest import Live, live_server
 from .stores.store_server import StoreServer, store_server
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 COUNT = 6
 GREEDY: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}

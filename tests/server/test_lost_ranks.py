@@ -23,7 +23,6 @@ from ..processes import ROOT
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.long,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),
 ]
 

@@ -63,7 +63,6 @@ def test_a_planted_fault_is_found(plant, calm, monkeypatch):
 
 
 @pytest.mark.wide
-@pytest.mark.integration
 @pytest.mark.vision
 @needs_vision
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "paligemma"])

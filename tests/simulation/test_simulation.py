@@ -118,7 +118,6 @@ def test_a_seed_gives_the_same_run():
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow
-@pytest.mark.long
 def test_runs_of_hypothesis_keep_every_promise_and_reach_every_event():
     """Some events are rare: more runs follow, up to a limit, until each was reached."""
     reached = set()

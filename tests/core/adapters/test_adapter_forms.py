@@ -8,7 +8,7 @@ import pytest
 
 from .adapter_zoo import FORMS, INVOCATION, kept_zoo
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 ACTIVATED = [name for name, form in FORMS.items() if "alora_invocation_tokens" in form]
 

@@ -6,7 +6,7 @@ import pytest
 
 from .adapter_zoo import kept_zoo
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")

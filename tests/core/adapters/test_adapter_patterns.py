@@ -20,7 +20,7 @@ from chorus.perf.inline_reads import InlineReads
 
 from ...greedy import MIN_MARGIN, token_by_token
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

@@ -16,7 +16,7 @@ from chorus.memory.files.error import AdapterFormatError
 from ..tiny_families import save_family
 from .adapter_zoo import FORMS, kept_zoo, save_zoo
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")

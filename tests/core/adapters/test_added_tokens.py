@@ -29,7 +29,7 @@ from ..merging.test_merged import merge
 from ..tiny_families import save_family
 from .model_module_forms import Alone, save_form
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 VOCAB = 150
 

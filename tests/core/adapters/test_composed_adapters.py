@@ -15,7 +15,7 @@ from chorus.memory.files.identity import with_content
 from ...conftest import quiet
 from .adapter_zoo import kept_zoo
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 #: Name → adapters and scales. PEFT takes the first one's `use_rslora` for the composed one, too, so none is first.
 COMPOSED = {

@@ -372,7 +372,7 @@ def test_experts_may_have_ranks_of_their_own_and_be_left_out(mixture, drive, tmp
         assert answers[f"own{index}"].tokens == answers[f"padded{index}"].tokens
 
 
-@pytest.mark.numerics
+@pytest.mark.native(needed=False)
 def test_a_parameter_of_a_module_that_only_holds_modules_is_passed_over(drive):
     """PEFT's "all-linear" of Hunyuan-A13B names `gate.weight`, where the model has `gate.wg.weight`."""
     it = make_all_linear("hunyuan-moe")

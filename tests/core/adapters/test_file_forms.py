@@ -15,7 +15,7 @@ from ...memory.conftest import Draft
 from ...memory.files.test_adapter_forms import write_gguf, write_mlx
 from .adapter_zoo import Zoo, kept_zoo
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native]
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from ...conftest import quiet
 from ...kept import kept_files
 from ..tiny_families import EVERY, load_model, logits, save_family, train_vectors, without_conversion
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 FORMS = {"plain": {}, "lora-bias": {"lora_bias": True}, "dora": {"use_dora": True}}
 

@@ -20,7 +20,7 @@ from ..tiny_families import make_tiny
 from ..tiny_mixtures import make_mixture
 from .test_expert_adapters import values_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 RANK, ALPHA = 2, 6.0
 

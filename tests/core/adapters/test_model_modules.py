@@ -14,7 +14,7 @@ from chorus.ops.library import native_library
 from ..merging.test_merged import merge
 from .model_module_forms import FORMS, make_forms
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")

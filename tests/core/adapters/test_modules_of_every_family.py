@@ -18,7 +18,7 @@ from ...kept import kept_files
 from ..tiny_families import EVERY, load_model, save_family, without_conversion
 from .model_module_forms import Alone
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 def chosen() -> list[str]:

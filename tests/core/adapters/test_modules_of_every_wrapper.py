@@ -18,7 +18,7 @@ from ..test_text_parts import IN_MEMORY, MODELS, RENAMED, make_whole
 from .model_module_forms import Alone
 from .test_modules_of_every_family import TOKENS, forms, scores_of, train_whole_modules
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 #: The embeddings have further rows or are normalised, or transformers does not tie them.

@@ -24,7 +24,7 @@ from ...kept import kept_files
 from ..tiny_families import load_peft, save_family, without_conversion
 from ..tiny_mixtures import Mixture
 
-pytestmark = pytest.mark.numerics
+pytestmark = pytest.mark.native(needed=False)
 
 RANK, ALPHA = 2, 6
 BOTH, UP = ("gate_up_proj", "down_proj"), ("gate_up_proj",)

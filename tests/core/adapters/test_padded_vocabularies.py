@@ -16,7 +16,7 @@ from ..tiny_families import save_family
 from .model_module_forms import Alone, save_form
 from .test_modules_of_every_family import TOKENS, scores_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: By name, arguments of `LoraConfig`; PEFT decides what of the whole modules it saves.
 FORMS = {

@@ -22,7 +22,7 @@ from ..tiny_mixtures import make_mixture
 from .test_adapter_forms import told
 from .test_expert_adapters import values_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 RANK, ALPHA = 2, 6
 SLICES = ("q", "k", "v")

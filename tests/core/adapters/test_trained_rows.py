@@ -24,7 +24,7 @@ from ..merging.test_merged import merge
 from ..tiny_families import save_family
 from .model_module_forms import Alone
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 TOKENS = [70, 3, 149, 22, 23, 24, 0, 101]
 

@@ -20,7 +20,7 @@ from chorus.server.cli.check import check as check_adapter
 from ..tiny_families import save_family
 from .model_module_forms import Alone, save_form
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 EMBED, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
 

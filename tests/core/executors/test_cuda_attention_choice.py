@@ -15,7 +15,7 @@ from chorus.ops.attention.attention_backend import paged_kind
 from ..test_families import executor_of
 from ..tiny_families import save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: Layers with an indexer of blocks, of which no request has more than are chosen; differences of heads; experts of
 #: queries; another mixer in the layer; narrow values; keys of earlier layers; relative states.

@@ -31,7 +31,7 @@ from chorus.perf.inline_reads import InlineReads
 from ...greedy import MIN_MARGIN
 from ..conftest import Answer, Driver, RecordingExecutor, ticking
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 GEOMETRY = Geometry(hidden=256, ffn=512, layers=3, heads=4, kv_heads=2, vocab=512, positions=256)
 RANKS = (1, 8, 16, 33, 64, 256)

@@ -40,7 +40,7 @@ from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS, ONE_PART, RENA
 from ..tiny_mixtures import make_mixture
 from .family_drivers import drivers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64, tied=True)
 

@@ -24,7 +24,7 @@ from chorus.ops.gemm.narrow_weights import NarrowWeight
 from ..test_families import executor_of, logits_of
 from ..tiny_families import EVERY, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @contextmanager

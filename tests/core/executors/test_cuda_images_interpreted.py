@@ -23,7 +23,7 @@ from ..conftest import ticking
 from ..media.test_served_images import Asked, answers, picture
 from ..media.tiny_vision import needs_vision
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 SMALL = (20, 24)
 """Of an image: the interpreter takes milliseconds for each row."""

@@ -18,7 +18,7 @@ from chorus.perf.inline_reads import InlineReads
 
 from ..conftest import Answer, Driver, RecordingExecutor, ticking
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 
 GEOMETRY = Geometry(hidden=256, ffn=512, layers=3, heads=4, kv_heads=2, vocab=512, positions=256)
 RANKS = (8, 33)

@@ -28,7 +28,7 @@ from ..conftest import Driver, RecordingExecutor, ticking
 from ..speculation.stand_ins import Answer, Drawn, Free, Right
 from .test_cuda_interpreted import RECIPES, Launches, make_config, merge, tiny  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.sample, pytest.mark.wide]  # captured, merged and eager steps with every attention
+pytestmark = pytest.mark.wide
 
 NAMES = (None, "r17-all", "pattern", "r1-qv")
 

@@ -47,7 +47,7 @@ from ..tiny_families import save_family
 from .thread_ranks import ThreadProcess
 
 pytestmark = [
-    pytest.mark.numerics,
+    pytest.mark.native(needed=False),
     pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),
     pytest.mark.wide,
 ]

@@ -20,7 +20,7 @@ from ..adapters.test_added_tokens import save_added
 from ..test_families import executor_of, logits_of
 from ..tiny_families import SHAPES, make_all_linear, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @pytest.fixture

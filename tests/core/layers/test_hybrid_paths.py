@@ -20,7 +20,7 @@ from ..speculation.stand_ins import Drawn, Free, Right, Wrong
 from ..speculation.test_speculation import WAYS, ask, same
 from ..tiny_families import ADAPTERS, HYBRIDS
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 needs_library = pytest.mark.skipif(

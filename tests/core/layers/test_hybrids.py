@@ -25,7 +25,7 @@ from ...greedy import MIN_MARGIN
 from ..tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, QWEN3_5, randomise, save_family
 from .plain_states import PlainStates
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 BLOCK, PAGES = 16, 24
 

@@ -23,7 +23,7 @@ from chorus.core.model.weights.shard import Shard
 from ..paths.asked import answers, told
 from ..tiny_families import ADAPTERS, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 by_torch = pytest.mark.parametrize("kernels", ["torch"])
 

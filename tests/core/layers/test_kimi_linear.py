@@ -17,7 +17,7 @@ from chorus.memory.files.format import inspect_adapter
 from ..paths.asked import answers, told
 from ..tiny_families import make_all_linear
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 PLAIN, Q_LATENTS = "kimi-linear", "kimi-linear-q-latents"
 

@@ -24,7 +24,7 @@ from ..test_families import executor_of, logits_of
 from ..tiny_families import Tiny, load_model, load_peft, make_all_linear, save_family, without_conversion
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 NAME = "longcat-flash"
 

@@ -18,12 +18,11 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import Routing, Scoring
 from chorus.core.model.weights.shard import Shard
-from chorus.memory.files.format import inspect_adapter
 
-from ..tiny_families import make_all_linear, save_family
+from ..tiny_families import save_family
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 BOTH = ("attention_norm", "mlp_norm")
 
@@ -77,13 +76,6 @@ def test_ranks_share_heads_and_have_all_gates_of_norms(model):
     assert {"mlp_gates_up", "index_up"} < {each.product for each in own if each.is_replicated}
     assert next(each for each in own if each.path.endswith("q_b_proj")).outputs == 2 * (24 + 24)
     assert share.attention.gate_size == 2 * 24
-
-
-def test_adapters_are_on_all_linear_modules():
-    it = make_all_linear("ax-k2")
-    targets = {*inspect_adapter(it.adapters["all"], read_model_config(it.model).module_paths).targets}
-    assert targets >= {f"{norm}.{part}" for norm in BOTH for part in ("fc1", "fc2")}
-    assert targets >= {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "indexer.wq_b"}
 
 
 @pytest.mark.parametrize(

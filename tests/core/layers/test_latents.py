@@ -20,7 +20,7 @@ from ..speculation.test_speculation import same
 from ..tiny_families import ADAPTERS
 from .test_hybrid_paths import speculating
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 V2, V3, FLASH = FAMILIES = ("deepseek-v2", "deepseek-v3", "glm-4.7-flash")
 DENSE = "youtu"

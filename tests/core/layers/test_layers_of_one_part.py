@@ -21,7 +21,7 @@ from ..paths.asked import answers, told
 from ..test_families import executor_of
 from ..tiny_families import ATTENTION, load_peft, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: name → arguments of `LoraConfig`: all that PEFT can target of Nemotron 3, and rows of embeddings.
 FORMS = {

@@ -19,7 +19,7 @@ from chorus.memory.files.format import inspect_adapter
 from ..tiny_families import make_all_linear, save_family
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @pytest.fixture

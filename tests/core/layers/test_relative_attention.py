@@ -24,7 +24,7 @@ from ..adapters.test_modules_of_every_family import scores_of
 from ..tiny_families import save_family
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @pytest.fixture

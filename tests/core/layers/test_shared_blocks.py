@@ -28,7 +28,7 @@ from ..tiny_families import BLOCKS, make_all_linear, save_family
 from .test_hybrids import Runner
 from .test_narrow_values import changed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: Slots of blocks; layers 1 and 4 of the tiny model have one, and layers 3 and 6 the other one.
 SHARED = ("block_norm", "mlp_norm", "qkv", "o", "gate_up", "down")

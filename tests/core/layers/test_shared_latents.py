@@ -22,7 +22,7 @@ from chorus.core.model.weights.shard import Shard
 from ..test_families import executor_of
 from ..test_text_parts import ALL, OF_TEXT, RENAMED, check_text, save_whole
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 NAME = "MistralLarge4ForConditionalGeneration"
 CONFIG, TEXT, TOWER = RENAMED[NAME]

@@ -18,7 +18,7 @@ from chorus.memory.files.error import AdapterFormatError
 from ...kept import kept_files
 from ..tiny_families import ADAPTERS, Tiny, load_model, load_peft, save_family, save_tiny
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3.5", {"layer_types": ["linear_attention"] * 3, "num_hidden_layers": 3}),

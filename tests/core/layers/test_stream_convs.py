@@ -17,7 +17,7 @@ from chorus.ops.mixers.recurrent import RecurrentState
 from ..model.checkpoints.quantization.twins import weights
 from ..tiny_families import save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ..paths.asked import told
 from ..test_families import executor_of, logits_of
 from ..tiny_families import SHAPES, make_all_linear, randomise, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 NO_ALTUP_NOR_INPUTS = r".*(altup|per_layer_model_projection).*"
 TOWER = {"conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "sscp_conv_channel_size": [4, 4]}

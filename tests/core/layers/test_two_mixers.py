@@ -31,7 +31,7 @@ from ..test_families import executor_of
 from ..tiny_families import ATTENTION, MLP, TWO_MIXERS, load_peft, save_family, train_vectors
 from .test_hybrids import Runner
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 EVERY_MODULE = [*ATTENTION, *MLP, "in_proj", "out_proj"]
 

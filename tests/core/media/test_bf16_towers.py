@@ -19,7 +19,7 @@ from .seeing_families import SEEING
 from .test_served_images import picture
 from .tiny_vision import needs_vision, reference, tiny
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 FEW = ("smolvlm", "mistral3", "gemma3", "gemma4", "qwen2_5_vl")
 FAMILIES = [

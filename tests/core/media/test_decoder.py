@@ -23,7 +23,7 @@ from chorus.memory.files.given_up import GivenUp, wanted_while
 from ...attacks import image_bombs
 from .tiny_vision import needs_vision
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 
 @pytest.fixture

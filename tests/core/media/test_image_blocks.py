@@ -25,7 +25,7 @@ from chorus.ops.attention.blocks import BlockMask
 from .test_served_images import KERNELS, Asked, answers, engine_of, picture
 from .tiny_vision import needs_vision
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 OF_IMAGES = ("gemma3", "gemma4")
 OF_PROMPTS = ("paligemma", "paligemma2")

@@ -30,7 +30,7 @@ from . import tiny_mrope
 from .test_served_images import LEVEL, Asked, answers, engine_of, picture
 from .tiny_vision import Answer, needs_vision, save_adapter, tiny
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 ERNIE = tiny_mrope.ERNIE
 COUNT = 12

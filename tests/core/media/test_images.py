@@ -13,7 +13,7 @@ from chorus.core.media.images import BadImage, encoded, open_image
 
 from .tiny_vision import needs_vision
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 
 def file_of(image: Any, format: str = "PNG", **more: Any) -> bytes:

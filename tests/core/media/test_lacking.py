@@ -28,7 +28,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_vision
 @pytest.mark.vision
-@pytest.mark.integration
 def test_each_reason_is_told() -> None:
     path = tiny("smolvlm")
     config, model = EngineConfig(model=path), read_model_config(path)
@@ -53,7 +52,6 @@ def test_each_reason_is_told() -> None:
 
 @needs_vision
 @pytest.mark.vision
-@pytest.mark.integration
 def test_transformers_is_imported_beside_any_torch() -> None:
     """A torchvision of the package index would keep transformers' tokenizers from being imported."""
     program = (
@@ -66,7 +64,6 @@ def test_transformers_is_imported_beside_any_torch() -> None:
 
 @needs_vision
 @pytest.mark.vision
-@pytest.mark.integration
 def test_the_doctor_knows_whether_peft_can_be_imported() -> None:
     """Beside a torchvision of another build it can be only after Chorus has mended that."""
     mend = "from chorus.memory.files.tokens.torchvision import mend_torchvision as mend; print(mend());"
@@ -83,7 +80,6 @@ def test_the_doctor_knows_whether_peft_can_be_imported() -> None:
 
 @needs_vision
 @pytest.mark.vision
-@pytest.mark.integration
 def test_a_start_says_what_the_towers_tensors_are_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from . import tiny_mrope
 from .test_served_images import COUNT, KERNELS, Asked, answers, engine_of, picture
 from .tiny_vision import needs_vision
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 
 @pytest.fixture(scope="module", params=list(tiny_mrope.FAMILIES))

@@ -28,7 +28,7 @@ from chorus.memory.files.identity import with_content
 from .test_served_images import Asked, engine_of, picture
 from .tiny_vision import needs_vision
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 Answers = dict[str, list[int] | str]
 """Tokens, or the error with which a request ended."""

@@ -23,7 +23,7 @@ from .test_bf16_towers import theirs
 from .test_served_images import KERNELS, Asked, answers, engine_of, images_of
 from .tiny_vision import Answer, needs_vision, tiny
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 FAMILIES = ("smolvlm", "qwen2_5_vl")
 STORED = ["awq", "gptq", "fp8 channels", "compressed int8", "bnb nf4"]

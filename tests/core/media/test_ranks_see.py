@@ -18,8 +18,7 @@ from .test_served_images import Asked, answers, engine_of, images_of, picture
 from .tiny_vision import adapters_of, needs_vision
 
 pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.integration,
+    pytest.mark.native(needed=False),
     pytest.mark.vision,
     needs_vision,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),

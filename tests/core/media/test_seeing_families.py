@@ -25,7 +25,7 @@ from .seeing_families import SEEING
 from .test_served_images import SIZES, Asked, answers, engine_of, files, images_of, picture
 from .tiny_vision import ADAPTERS, Answer, adapters_of, needs_vision, tiny
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 
 @pytest.fixture(scope="module", params=list(SEEING))

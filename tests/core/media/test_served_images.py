@@ -33,7 +33,7 @@ from chorus.ops.library import native_library
 from . import tiny_mrope
 from .tiny_vision import ADAPTERS, Answer, Reference, needs_vision, refused_of, step_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 COUNT = 6
 LEVEL = native_library.level()

@@ -72,7 +72,7 @@ def test_the_largest_setting_that_fits_is_found(most: int) -> None:
         never.fitted((9, 9), {})
 
 
-pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.vision, needs_vision]
 
 GIVEN: dict[str, list[dict[str, Any]]] = {
     "smolvlm": [{"size": {"longest_edge": 64}}, {"do_image_splitting": False}],

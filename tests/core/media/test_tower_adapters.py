@@ -28,7 +28,7 @@ from chorus.memory.files.module_paths import ModulePaths
 
 from .tiny_vision import needs_vision, tiny
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 PREFIX = "base_model.model.model."
 Q = f"{PREFIX}vision_model.encoder.layers.0.self_attn.q_proj"

@@ -19,7 +19,7 @@ from . import tiny_mrope
 from .seeing_families import SEEING
 from .tiny_vision import needs_vision, tiny
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 FEW = ("smolvlm", "mistral3", "gemma4_inputs", "qwen3_vl_moe", tiny_mrope.ERNIE)
 FAMILIES = [

@@ -25,7 +25,7 @@ from ...tables import LAYER_MATRICES
 from ..conftest import ticking
 from ..test_parity import MODELS, add_all, check, make_cases, make_families
 
-pytestmark = [pytest.mark.pairs(alone="kernels"), pytest.mark.wide]
+pytestmark = pytest.mark.wide
 
 
 def load(driver, *names):

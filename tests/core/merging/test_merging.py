@@ -51,7 +51,7 @@ class Weights:
 
 def merging_of(num_runs, num_cached, clock):
     """Merging of an adapter into an arena of which the prefix cache has so many pages."""
-    pool, order = PagePool(1 + 2 * num_runs), EvictionOrder()
+    pool, order = PagePool(max(2, 1 + 2 * num_runs)), EvictionOrder()
     prefix = PrefixCache(pool, order, RestoreCosts(), 4)
     for page in pool.allocate(num_cached, PageKind.KV):
         prefix.insert(0, None, [page], [page])
@@ -189,3 +189,16 @@ def test_the_loss_of_an_executor_is_no_refusal(monkeypatch):
     monkeypatch.setattr(Weights, "begin", fail)
     with pytest.raises(ExecutorLost):
         merging.merge(adapter)
+
+
+def test_weights_without_pages_are_given_up_for_those_of_another_adapter():
+    """An adapter of embeddings alone changes no matrix of a layer: its merged weights are the model's own."""
+    merging, _, adapter = merging_of(num_runs=0, num_cached=0, clock=Clock())
+    merging.merge(adapter)
+    merging.advance(1.0)
+    assert merging.merged is adapter
+    merging.merge(type(adapter)())
+    assert merging.merged is None, "steps would use weights that are still being made"
+    merging.advance(1.0)
+    assert merging.merged is not None
+    assert merging.merged is not adapter

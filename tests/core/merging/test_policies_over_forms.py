@@ -29,7 +29,7 @@ from ..conftest import Answer, Driver, ticking
 from ..quantised.test_forms_by_group import FORMS, INVOCATION, Subject, base_of, groups_of, model_of, subject_of
 from ..tiny_families import train_vectors, without_conversion
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 FAMILIES = ("llama-biased", "deepseek-v3", "kimi-linear", "qwen3.5", "nemotron-h", "gemma-3n")
 POLICIES = ("dlora-1", "dlora-2", "dlora-3", "dlora-artifact", "fastest")
@@ -68,6 +68,7 @@ def kernels() -> str:
     return "auto"
 
 
+@pytest.fixture
 def subject(family: str) -> Subject:
     """Names are forms and groups."""
     adapters = {f"{form} {group}": path for form in FORMS for group, path in subject_of(family, form).adapters.items()}
@@ -200,12 +201,11 @@ def pages_of(driver: Driver, names: list[str]) -> int:
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_steps_that_merge_nothing(drive, family, policy):
-    it = subject(family)
+def test_tokens_are_those_of_steps_that_merge_nothing(drive, subject, policy):
     limits = {"adapters": {}, "max_num_seqs": ROOM, "block_tokens": 8, "max_num_batched_tokens": 64}
     limits |= {"max_model_len": 64, "preemption": "swap", "prefix_cache": False}
-    plain = drive(it, **limits, memory_bytes=32 << 20)
-    names = register(plain, it)
+    plain = drive(subject, **limits, memory_bytes=32 << 20)
+    names = register(plain, subject)
     num_pages = pages_of(plain, names)
     asked = bursts(names, seed=POLICIES.index(policy))
     want = answered(plain, asked)
@@ -213,7 +213,7 @@ def test_tokens_are_those_of_steps_that_merge_nothing(drive, family, policy):
 
     chosen = Policies(mode=mode_policy(policy, Prices()))
     driver = drive(
-        it,
+        subject,
         **limits,
         num_pages=num_pages,
         policies=chosen,
@@ -221,7 +221,7 @@ def test_tokens_are_those_of_steps_that_merge_nothing(drive, family, policy):
         max_turn_seconds=1e9,
         max_turn_steps=10**9,
     )
-    assert register(driver, it) == names
+    assert register(driver, subject) == names
     found = answered(driver, asked)
     for burst, ours, theirs in zip(asked, found, want, strict=True):
         for each, one, other in zip(burst, ours, theirs, strict=True):

@@ -12,7 +12,7 @@ from chorus.core.model.specs.config import UnsupportedModel
 
 from ..paths.float8_caches import Float8Cache
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 def test_rounding_matters(tiny):

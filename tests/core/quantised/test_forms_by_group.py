@@ -26,7 +26,7 @@ from ..merging.test_merged import merge
 from ..model.program import golden
 from ..tiny_families import NO_OUT_PROJ, load_peft, save_family, train_vectors, without_conversion
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: Together they have every group.
 FAMILIES = (

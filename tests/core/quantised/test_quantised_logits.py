@@ -22,7 +22,7 @@ from ..model.checkpoints.quantization.forms import FORMS
 from ..model.checkpoints.quantization.twins import CONFIG, write_twins
 from ..test_gguf import make
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: Forms with integers in even groups.
 PACKED = ("awq", "gptq", "gptq 2 bits", "bnb int8", "compressed packed, zero points", "compressed int8")

@@ -35,7 +35,7 @@ from ..test_families import logits_of as last_logits
 from ..test_parity import add_all, check, make_cases
 from .test_quantised_logits import PROMPTS, logits_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 NAMES = ("w8a8", "w4a8")
 NEEDED = {"a": "r2-qv", "b": "r3-mlp", "c": "r33-all"}

@@ -14,7 +14,7 @@ from ..tiny_families import ADAPTERS
 from ..tiny_mixtures import ADAPTERS as OF_MIXTURES
 from ..tiny_mixtures import make_mixture
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: Requests one after another in two sizes of steps, and together.
 BATCHES = [(1, 64), (1, 7), (8, 64)]

@@ -91,7 +91,6 @@ def test_requests_of_an_adapter_in_the_batch_begin_beside_an_overdue_one_of_anot
     assert checked.engine.scheduler.lifecycle.num_preemptions == 0
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("slots", [2, 4, 16])
 @pytest.mark.parametrize("is_async", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.requests.types import FinishReason
 
-pytestmark = pytest.mark.pairs(alone="kernels")
+pytestmark = pytest.mark.wide
 
 
 class Ticks:

@@ -104,7 +104,7 @@ def proposed(driver):
     return driver.engine.stats().num_proposed_tokens
 
 
-@pytest.mark.numerics
+@pytest.mark.native(needed=False)
 def test_an_engine_proposes_a_tenants_own_recent_answers(subject, drive, kernels):
     """The second time, the answer is found; another tenant, and another adapter, has no proposals from it."""
     it = subject("gqa")
@@ -126,7 +126,7 @@ def test_an_engine_proposes_a_tenants_own_recent_answers(subject, drive, kernels
     assert counts["d"] < counts["b"]
 
 
-@pytest.mark.numerics
+@pytest.mark.native(needed=False)
 def test_unloading_and_replacing_an_adapter_forgets_its_answers(subject, drive):
     it = subject("gqa")
     driver = drive(it, speculation="ngram", speculation_cache_tokens=4096)

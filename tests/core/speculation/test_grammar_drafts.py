@@ -24,7 +24,7 @@ from ..tiny_families import make_tiny
 from .stand_ins import Drawn, Free, Wrong
 from .test_speculation import drafted, same
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 EOS = 2
 SCHEMA = {

@@ -24,7 +24,7 @@ from ...graphs.host_device import HostDevice
 from ..merging.test_merged import merge
 from .stand_ins import Drawn, Free, Right, Wrong
 
-pytestmark = pytest.mark.numerics
+pytestmark = pytest.mark.native(needed=False)
 
 ADAPTERS = [None, "r8-attention", "r33-all", "r1-all", None]
 WAYS = [

@@ -34,7 +34,6 @@ UP2_B = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
 # -- accepted adapters
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("served", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("page_elems", [256, 1024, 4096])

@@ -24,7 +24,7 @@ from chorus.memory.transfers.host_copies import HostCopies
 
 from ...tables import llama_table
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 NUM_LAYERS = 8
 PAGE_ELEMS = 1 << 18

@@ -13,7 +13,7 @@ from chorus.ops.attention.attention_backend import choose_attention
 from .attention_ref import paged_attention_ref
 from .test_attention import Step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 SHAPES = [(8, 8, 64), (8, 2, 64), (8, 1, 64), (8, 8, 128), (8, 2, 128), (8, 1, 128), (14, 2, 64)]
 LATER_ROWS = [[(1, 500), (1, 20), (1, 0), (1, 63)], [(1, 2)] * 4, [(1, 255)] * 4]
 

@@ -9,7 +9,7 @@ import torch
 
 from .test_attention_triton import CASES, CHECKS, TOLERANCE, Case, Inputs, check_values, new_backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 #: Llama-3.1-8B's heads and others over long rows: of parts of several tiles, shared by many programs.
 LONG = [

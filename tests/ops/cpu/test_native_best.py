@@ -13,7 +13,7 @@ from chorus.ops.sampling.sampling import RowSamplingParams, TorchSampling
 
 from .layerless import layerless_model
 
-pytestmark = [pytest.mark.native, pytest.mark.pairs, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 HIDDEN, NAN, INF = 32, math.nan, math.inf
 

@@ -31,7 +31,6 @@ def output(folder: Path, compiler: list[str], simd: str, emulator: list[str]) ->
 
 
 @pytest.mark.integration
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(

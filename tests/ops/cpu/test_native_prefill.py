@@ -16,7 +16,7 @@ from chorus.perf.bench.models.sizes import Geometry
 
 from ...tables import LLAMA
 
-pytestmark = [pytest.mark.native, pytest.mark.pairs, pytest.mark.wide]
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 BLOCK, PAGES = 16, 700
 LAYERS = 2
@@ -120,7 +120,6 @@ def test_a_tokens_bits_depend_neither_on_the_chunk_nor_on_company(tmp_path, shap
     rows.close()
 
 
-@pytest.mark.pairs(alone="rank")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rank", [1, 4, 12, 24, 128])
 def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, shape, rank, threads):
@@ -138,7 +137,6 @@ def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, s
     rows.close()
 
 
-@pytest.mark.pairs(alone="threads")
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_prompts_and_running_requests_share_a_step(tmp_path, shape, threads):
     """Chunks of several adapters, and single tokens that have no chunk of their own."""

@@ -295,7 +295,6 @@ def twice_step(base: Base, lengths: list[int], ranks: tuple[int, int]) -> Step:
     return step
 
 
-@pytest.mark.pairs
 @pytest.mark.native
 @pytest.mark.parametrize("lengths", [[1, 1], [1] * 9, [3, 2, 1], [5, 13, 1], [60, 1, 1], [200, 17, 3, 1]], ids=str)
 @pytest.mark.parametrize("ranks", [(8, 8), (1, 5), (33, 16)], ids=str)

@@ -19,7 +19,7 @@ from chorus.ops.elementwise.rotation import KvSlots
 
 from .test_elementwise_triton import CHECKS, TOLERANCE, Case, cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 #: Those of Llama-3.1-8B and beyond, and rows too wide for a program of few threads.
 LARGE = [

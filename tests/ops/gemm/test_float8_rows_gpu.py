@@ -17,7 +17,6 @@ from .test_float8_rows import rows_of, weight_of
 
 IS_OLD = not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(IS_OLD, reason="needs an NVIDIA GPU of compute capability 8.9 or later"),
 ]
 

@@ -35,7 +35,7 @@ from .test_small_gemm_triton import (
     run,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 HALVES = [dtype for dtype in TOLERANCE if dtype.itemsize == 2]
 

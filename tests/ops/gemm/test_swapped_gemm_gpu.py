@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from .test_small_gemm_triton import Case, Inputs, narrow
 from .test_swapped_gemm import FORMS, ROWS, SHAPES, check_values, has_form
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 #: Of Llama-3.1-8B.
 LARGE = (4096, 6144), (14336, 4096)

@@ -27,7 +27,7 @@ from ..cpu.test_native_sgmv import (
 
 __all__ = ["base"]
 
-pytestmark = [pytest.mark.pairs, pytest.mark.wide]
+pytestmark = pytest.mark.wide
 
 KERNELS = ["torch", "native"]
 

@@ -466,7 +466,6 @@ def compile_ahead() -> None:
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
-@pytest.mark.long
 def test_values_equal_the_reference():
     result = run_python("-m", "tests.ops.lora.test_sgmv_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -475,7 +474,6 @@ def test_values_equal_the_reference():
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
-@pytest.mark.long
 def test_what_is_not_finite_stays_in_its_row():
     code = "from tests.ops.lora.test_sgmv_triton import *; interpret_broken_rows()"
     result = run_python("-c", code, TRITON_INTERPRET="1")

@@ -15,7 +15,7 @@ from chorus.ops.mixers.recurrent import RecurrentState
 
 from .delta_layers import ModuleLayer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: heads, their width, taps of the convolution, and the largest logarithm of a decay's rate
 SHAPES = [(2, 16, 4, 1.0), (1, 8, 2, -3.0), (3, 20, 3, 6.0), (2, 128, 4, 3.0)]

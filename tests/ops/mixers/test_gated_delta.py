@@ -16,7 +16,7 @@ from chorus.ops.mixers.recurrent import RecurrentState
 
 from .delta_layers import DeltaLayer, ModuleLayer, copy, verified_steps
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 #: heads of keys and of values, and their widths
 SHAPES = [(2, 4, 16, 24), (1, 1, 8, 8), (3, 3, 32, 16), (2, 6, 128, 128)]

@@ -15,7 +15,7 @@ from chorus.ops.mixers.ngrams import multipliers
 from chorus.ops.mixers.recurrent import RecurrentState
 from chorus.ops.mixers.table_sizes import table_sizes
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 VOCAB, END, HIDDEN, STREAMS = 150, 2, 8, 3
 MOST = 4

@@ -17,7 +17,7 @@ from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights, scanne
 from chorus.ops.mixers.rg_lru import RgLruWeights
 from chorus.ops.mixers.short_conv import ShortConvWeights
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 MOST = 5

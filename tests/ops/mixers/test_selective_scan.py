@@ -11,7 +11,7 @@ import torch
 from chorus.ops.mixers.recurrent import RecurrentState
 from chorus.ops.mixers.selective_scan import ScanInputs, SelectiveScanWeights
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 SIZE, STATE, RANK, HEADS, MOST = 96, 12, 6, 4, 5

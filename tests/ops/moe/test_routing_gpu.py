@@ -7,7 +7,7 @@ import torch
 
 from .routing_cases import DTYPES, ROUTINGS, SORTED, check_choice, check_logits, check_odd_logits, check_sort, check_sum
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from .expert_cases import NARROW, WIDE
 from .swapped_cases import check_bits, check_values, check_wide
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -12,7 +12,7 @@ from chorus.ops.sampling.sampling import RowSamplingParams, sample_into
 from .test_sampling import make_logits
 from .test_sampling_triton import check, check_bans, check_broken_rows, check_company, check_narrow_logits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def some_row_params(rng: random.Random) -> RowSamplingParams:

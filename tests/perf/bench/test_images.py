@@ -9,7 +9,7 @@ import pytest
 from chorus.perf.bench.images import main
 from tests.core.media.tiny_vision import needs_vision
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 FLAGS = ["--model-size", "tiny", "--threads", "1", "--rounds", "1", "--seconds", "0.3", "--images", "3000"]
 

@@ -218,7 +218,6 @@ def test_sampling(context):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.long
 def test_swapping(context):
     values = run(context, "swapping")
     rows = {row["setting"]: row for row in values["rows"]}

@@ -25,7 +25,6 @@ def test_a_kill_without_answers_is_no_measurement():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_moment_of_a_cluster(capsys):
     assert main(["--seconds", "12", "--clients", "4"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

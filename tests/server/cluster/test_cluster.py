@@ -285,7 +285,6 @@ def test_labels_of_other_servers_are_pinned_and_removed_each_by_itself(up):
     assert pins() == {}
 
 
-@pytest.mark.long
 def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outlive_each_other(
     roots, store, source_flags, tmp_path
 ):
@@ -341,7 +340,6 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
         several.wait_until(lambda: len(several.children("api-server")) == 2)
 
 
-@pytest.mark.long
 def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate_while_answers_go_on(tmp_path):
     tls = new_authority(tmp_path / "tls")
     flags = ("--listen", "tcp://127.0.0.1:0", "--tls", str(tls), "--give-up-seconds", str(SECONDS), "--preload")
@@ -370,7 +368,6 @@ def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate
     assert served and all({"request_id", "tenant", "model", "status", "duration"} <= set(line) for line in served)
 
 
-@pytest.mark.long
 def test_replicas_follow_the_load_with_no_answer_lost_or_changed_and_end_with_a_parent_that_is_killed():
     flags = ("--min-replicas", "1", "--max-replicas", "2", "--scale-seconds", "1", "--max-num-seqs", "4")
     with cluster_up(1, *flags, "--give-up-seconds", str(SECONDS)) as up, ThreadPoolExecutor(4) as threads:

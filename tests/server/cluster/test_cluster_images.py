@@ -16,7 +16,7 @@ from tests.core.media.tiny_vision import Reference, needs_vision
 from tests.server.cluster.conftest import Up, cluster_up
 from tests.server.test_image_requests import HI, SEEN, as_part, picture, url_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.vision, needs_vision]
+pytestmark = [pytest.mark.vision, needs_vision]
 
 MANY = 400
 """Tokens of an answer that is long enough to be interrupted."""

@@ -37,7 +37,6 @@ def weights(uploads):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_uploads_outlive_restarts_and_wrong_ones(tmp_path):
     uploads = tmp_path / "uploads"
     flags = ("--api-servers", "2", "--adapter-uploads", str(uploads), "--keep-versions", "2")
@@ -88,7 +87,6 @@ def listeners(port):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monkeypatch):
     root, found = Path(chorus.__file__).resolve().parent, tmp_path / "found"
     found.mkdir()

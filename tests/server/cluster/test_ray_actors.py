@@ -81,7 +81,6 @@ def test_replicas_get_shares_with_which_all_of_them_find_nodes(cpus, count, shar
 
 
 @pytest.mark.integration
-@pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_answers_of_replicas_on_ray_go_on_as_if_none_had_been_killed():
     every = str(len(os.sched_getaffinity(0)))  # processors of a replica: two replicas share them

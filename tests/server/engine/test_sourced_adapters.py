@@ -9,6 +9,7 @@ import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -183,7 +184,7 @@ def test_a_broken_adapter_says_why_at_once_and_comes_when_it_is_mended(
     live, store, reference, monkeypatch, caplog, tmp_path
 ):
     clock = [1000.0]
-    monkeypatch.setattr("chorus.server.engine.sourced_adapters.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("chorus.server.engine.sourced_adapters.time", SimpleNamespace(monotonic=lambda: clock[0]))
     server = live()
     offer(store, reference, "r3-mlp", "one")
     good = store.paths[f"/acme/one/{CONFIG}"]
@@ -224,7 +225,7 @@ def test_what_a_fetched_adapter_becomes_is_limited_and_an_operators_own_is_not(l
 
 def test_the_pause_grows_with_every_failure(live, store, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr("chorus.server.engine.sourced_adapters.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("chorus.server.engine.sourced_adapters.time", SimpleNamespace(monotonic=lambda: clock[0]))
     server = live()
     store.paths[f"/acme/one/{CONFIG}"] = lambda handler: handler.send_error(500)
     waits = []

@@ -39,7 +39,7 @@ def writes_of(ops: tuple[Op, ...]) -> set[str]:
 
 
 every_family = pytest.mark.parametrize("family", EVERY)
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 
 @every_family

@@ -21,7 +21,7 @@ from chorus.core.model.weights.open_weights import open_weights
 
 from ...tiny_families import EVERY, make_tiny
 
-pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 every_family = pytest.mark.parametrize("family", EVERY)
 
 

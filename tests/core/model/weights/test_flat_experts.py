@@ -69,12 +69,6 @@ def test_what_is_refused(model, part, fields, why):
         read_model_config(changed(model, part, **fields))
 
 
-def test_adapters_are_on_all_linear_modules():
-    it = make_all_linear("dbrx")
-    found = inspect_adapter(it.adapters["all"], read_model_config(it.model).module_paths)
-    assert {*found.targets} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate"}
-
-
 def test_adapters_of_flat_matrices_are_refused(model, tmp_path):
     """PEFT makes one A and one B of all experts' rows together."""
     it = make_all_linear("dbrx")

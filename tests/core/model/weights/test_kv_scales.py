@@ -63,7 +63,7 @@ def test_scales_that_can_t_be_used_are_refused_by_name(tmp_path, k, v, why):
     assert f"tensor model.layers.0.self_attn.{why}" in said and "\n" not in said and str(tmp_path) in said
 
 
-@pytest.mark.numerics
+@pytest.mark.native(needed=False)
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_an_engine_uses_them(tmp_path, monkeypatch, kernels):
     """Logits are those of rounding by these scales, and others than by ones."""

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,7 +140,7 @@ def test_classes_of_many_kinds_take_too_many_steps():
 
 def test_matching_gives_way_however_many_steps_are_taken_at_once(monkeypatch):
     pauses = []
-    monkeypatch.setattr("chorus.memory.files.names.name_pattern.time.sleep", pauses.append)
+    monkeypatch.setattr("chorus.memory.files.names.name_pattern.time", SimpleNamespace(sleep=pauses.append))
     steps = Steps(1 + 64 * 101)
     for _ in range(64):
         steps.take(101)  # leaves 64 of them but once

@@ -10,7 +10,6 @@ from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToN
 from .test_round_to_nearest import weights
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
