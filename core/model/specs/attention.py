@@ -110,38 +110,6 @@ class RelativeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DifferenceSpec:
-    """Differential attention (arXiv 2410.05258), as transformers' DiffLlama has it.
-
-    Head h of the first half of all heads gives
-
-        (1 - first) · norm(out_h - factor · out_(h + half))
-
-    where `factor = exp(q1 · k1) - exp(q2 · k2) + first`, of four learned vectors, and the norm has no weights. A head's
-    value is twice as wide as its key: the values of two heads, as many of them apart as half of all there are. Heads of
-    keys take these pairs in turn.
-    """
-
-    first: float
-    """The factor before training."""
-
-    key_dim: int
-    """Elements of a head's query and key; pages have `head_dim`, twice as many, of which the others are zeros."""
-
-    def factor(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The factor, by `[4 · key_dim]`: q1, k1, q2 and k2."""
-        q1, k1, q2, k2 = vectors.view(4, -1)
-        first, second = ((q * k).float().sum().exp().to(vectors.dtype) for q, k in ((q1, k1), (q2, k2)))
-        return first - second + self.first
-
-    @staticmethod
-    def pairs(kv_heads: int) -> tuple[int, ...]:
-        """The projected heads of values in the order in which heads of keys have them, two each."""
-        half = kv_heads // 2
-        return tuple(number for head in range(kv_heads) for number in (head % half, half + head % half))
-
-
-@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1): of a token, one latent is kept in place of the keys
     and values of all heads, with a rotated key that all heads share.

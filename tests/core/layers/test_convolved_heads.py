@@ -9,9 +9,9 @@ import torch
 
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.decoder import GemmUse
+from chorus.core.model.families.zaya.ops import AddScaled
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops.moe import CarryRouted, Moe
-from chorus.core.model.program.ops.residual import AddScaled
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

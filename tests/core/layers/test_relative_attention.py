@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.model.program.ops.attend import Attend, TakeRelative
+from chorus.core.model.families.inkling.ops import TakeRelative
+from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.heads import Heads
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_heads import query_growth

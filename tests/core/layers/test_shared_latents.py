@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from chorus.core.model.families.mistral_large_4.ops import GrowHeads
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops.heads import GrowHeads
 from chorus.core.model.program.ops.indexers import Index
 from chorus.core.model.program.ops.latents import Latents
 from chorus.core.model.program.text import program_lines

@@ -17,11 +17,11 @@ from ...specs.attention import AttentionSpec, HeadNorm, LogGrowth, RelativeSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, GatedSpec, Routing, Scoring
-from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading
 from ..defaults import TOKENS, Defaults
 from .layer import InklingLayer
+from .stream_convs import StreamConvSpec
 
 #: Types of layers without a window, and with one.
 _WHOLE, _SLIDING = "hybrid", "hybrid_sliding"

@@ -18,15 +18,14 @@ from ...compose.mixers import mixer_weights
 from ...compose.mixtures import listed_experts, mixture_weights, projections_of, small
 from ...compose.parts import dense
 from ...program.op import Read, View
-from ...program.ops.attend import TakeRelative
-from ...program.ops.mix import ConvolveStream
 from ...program.ops.moe import MoeWithSinks
 from ...program.ops.rows import Scale
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
-from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import SINK_ROUTER
 from ...weights.slot import Keep, SlotTensor, weight_tensor
+from .ops import ConvolveStream, TakeRelative
+from .stream_convs import StreamConvSpec
 
 _PLACES = {"attention_out_norm": ConvPlace.ATTENTION, "mlp_out_norm": ConvPlace.FEED_FORWARD}
 

@@ -11,11 +11,11 @@ from ...compose.build import Build, Proj, Value, width_of
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.latents import attended, latent_of, normed_latent, parts_of, put_index, queries_of, take_gates
 from ...program.op import Read
-from ...program.ops.heads import GrowHeads
 from ...specs.attention import AttentionSpec
 from ...specs.indexer import IndexerSpec
 from ...specs.norms import NormKind, NormSpec
 from ...weights.slot import SlotTensor
+from .ops import GrowHeads
 
 _INDEX = "self_attn.indexer"
 

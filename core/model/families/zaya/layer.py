@@ -16,11 +16,11 @@ from ...program.op import ROUTED
 from ...program.ops.heads import Heads
 from ...program.ops.mix import Mix
 from ...program.ops.moe import CarryRouted
-from ...program.ops.residual import AddScaled
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, UngatedActivation
 from ...specs.head_conv import HeadConvSpec
 from ...weights.slot import Keep, SlotTensor
+from .ops import AddScaled
 
 #: Parts by the norm of what they give, in paths and slots.
 _PARTS = {"attention_out_norm": "attention", "mlp_out_norm": "mlp"}

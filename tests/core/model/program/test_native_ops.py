@@ -11,11 +11,12 @@ from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.families.bitnet.layer import BitNetLayer
 from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
+from chorus.core.model.families.diffllama.ops import DifferenceSpec
 from chorus.core.model.families.mimo.layer import MiMoLayer
 from chorus.core.model.program.layer_program import LayerProgram
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.program.op import NoNativeOp, Op
-from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
+from chorus.core.model.specs.attention import AttentionSpec, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing
 from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import Norms, NormSpec

@@ -1,0 +1,84 @@
+"""Short convolutions of streams, and states of queries that numbers of distances are made of (Inkling).
+
+Tests: tests/core/layers/test_stream_convs.py, tests/core/layers/test_relative_attention.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .....ops.mixers.conv_place import ConvPlace
+from ...program.layer_program import Kept
+from ...program.op import Op, Read
+from ...specs.attention import AttentionSpec
+from .stream_convs import StreamConvSpec
+
+if TYPE_CHECKING:
+    from ...program.torch_step import OpContext, Run, Step
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolveStream(Op):
+    """`out = x + conv(x)`; the sequences' states go on."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    IS_CUT = True
+    SLOTS = ("weights",)
+    LACKS = "short convolution of a stream"
+
+    x: Read
+    out: str
+    width: int
+    place: ConvPlace
+    convs: StreamConvSpec
+    weights: str = "recurrent"
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from ...nvtx_spans import span
+
+        read, index, kept, model = at.reader(self.x), at.index, Kept(self.out, (self.width,)), at.model
+
+        def run(step: Step) -> None:
+            states = step.states
+            if states is None:
+                raise RuntimeError(f"layer {index} has convolutions, and the step has no states for them")
+            with span("recurrent.run"):
+                y = states.mix(index, read(step.names), at.weights[self.weights].by_place[self.place], model.ranks)
+            out = step.kept.get(kept)
+            step.names[self.out] = y if out is None else out.copy_(y)
+
+        return run
+
+    def detail(self) -> str:
+        """See `Op.detail`."""
+        return f"{self.place}, {self.convs.described()}"
+
+
+@dataclass(frozen=True, slots=True)
+class TakeRelative(Op):
+    """Relative states `[tokens, heads · dim]` of columns of x; they grow with their position as queries do."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    LACKS = "relative attention by learned vectors"
+
+    x: Read
+    out: str
+    attention: AttentionSpec
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        from ...program.torch_heads import query_growth
+
+        read, growth, heads = at.reader(self.x), query_growth(self.attention, at.model), self.attention.num_heads
+
+        def run(step: Step) -> None:
+            x = read(step.names)
+            if growth is not None:
+                x = (x.unflatten(1, (heads, -1)) * growth[step.batch.positions]).flatten(1).to(x.dtype)
+            step.names[self.out] = x
+
+        return run
