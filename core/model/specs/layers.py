@@ -158,11 +158,6 @@ class LayerSpec(ABC):
         return None
 
     @property
-    def late(self) -> Experts | None:
-        """A mixture whose output is added behind the next layer."""
-        return None
-
-    @property
     def verb(self) -> str:
         """What a layer with a state does with it: it is such a mixer, or has one."""
         return "are"
