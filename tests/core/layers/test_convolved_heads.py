@@ -1,4 +1,4 @@
-"""ZAYA, with convolved queries and keys, late values and routers that go over layers: names, products, refusals. For
+"""ZAYA, with convolved queries and keys, delayed values and routers that go over layers: names, products, refusals. For
 paths, see `paths`.
 """
 
