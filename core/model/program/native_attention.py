@@ -141,10 +141,10 @@ def _both(at: LayerBinding) -> torch.Tensor:
 
 
 def _positions(mixer: AttentionSpec) -> dict[str, Any]:
-    rope, growth = mixer.rope, mixer.query_growth
+    rope, scaling = mixer.rope, mixer.log_scaling
     found: dict[str, Any] = {}
     if rope is not None:
         found |= rotation_of(rope)
-    if growth is not None:
-        found["query_factors"] = lambda at: at.tables.growths[growth]
+    if scaling is not None:
+        found["query_factors"] = lambda at: at.tables.log_scalings[scaling]
     return found

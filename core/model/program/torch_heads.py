@@ -73,15 +73,13 @@ def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, mo
     return HeadNorms(q, k, norm.eps, ranks, attention.kv_copies)
 
 
-def query_growth(mixer: AttentionSpec, model: Bound) -> torch.Tensor | None:
-    """Factors of queries by position, `[positions, 1, 1]`, in the dtype in which they multiply; None where they do not
-    grow.
-    """
-    growth = mixer.query_growth
-    if growth is None:
+def log_scaling(mixer: AttentionSpec, model: Bound) -> torch.Tensor | None:
+    """Factors of queries by position, `[positions, 1, 1]`, in the dtype in which they multiply; None: none exist."""
+    scaling = mixer.log_scaling
+    if scaling is None:
         return None
-    dtype = model.dtype if growth.is_rounded else torch.float32
-    return growth.factors(model.max_model_len).to(model.device, dtype)[:, None, None]
+    dtype = model.dtype if scaling.is_rounded else torch.float32
+    return scaling.factors(model.max_model_len).to(model.device, dtype)[:, None, None]
 
 
 def query_weights(layer: LayerWeights, attention: AttentionSpec) -> torch.Tensor | None:

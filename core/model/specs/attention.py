@@ -58,9 +58,9 @@ class OutputGate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Queries grow with their position p, by `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4,
-    Ministral 3).
+class TemperatureTuning:
+    """Attention temperature tuning: a query of position p is multiplied by
+    `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4, Ministral 3).
     """
 
     is_rounded: ClassVar[bool] = True
@@ -81,8 +81,10 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
-class LogGrowth:
-    """Queries grow with their position p, by `1 + alpha · log(max((p + 1) / floor, 1))` (Inkling)."""
+class LogScaling:
+    """Log-n attention scaling: a query of position p is multiplied by `1 + alpha · log(max((p + 1) / floor, 1))`
+    (Inkling).
+    """
 
     is_rounded: ClassVar[bool] = False
 
@@ -182,10 +184,11 @@ class AttentionSpec:
     softplus_gates: bool = False
     """Gates multiply by `log(1 + e^gate)`, rather than by their sigmoids (Laguna)."""
 
-    query_growth: QueryGrowth | LogGrowth | None = None
+    log_scaling: TemperatureTuning | LogScaling | None = None
+    """Factors of queries by position; None: there are none."""
 
     relative: RelativeSpec | None = None
-    """What is added to scores, which grows as queries do; None: nothing is."""
+    """What is added to scores, with the factors of queries (`log_scaling`); None: nothing is."""
 
     sinks: bool = False
     """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""

@@ -53,7 +53,7 @@ enum class OpKind : int32_t {
     kRotate,  // RotateOp
     kKeepIndex,  // KeepIndexOp
     kGate,  // GateOp
-    kGrow,  // GrowOp
+    kLogScaleHeads,  // LogScaleHeadsOp
     kProduct,  // ProductOp
     kStreams,  // StreamsOp
     kConnect,  // ConnectOp
@@ -201,7 +201,7 @@ struct GateOp {
 };
 
 // Heads of `width` elements in out = those in columns of x, each times scale · log(position + 1) + bias.
-struct GrowOp {
+struct LogScaleHeadsOp {
     int32_t x, column, heads, width, out;
     const float* weight;  // [2, heads]: scales, then biases
 };

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config_json import ConfigJson
-from ...specs.attention import AttentionSpec, HeadNorm, LogGrowth, RelativeSpec
+from ...specs.attention import AttentionSpec, HeadNorm, LogScaling, RelativeSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, GatedSpec, Routing, Scoring
@@ -78,7 +78,7 @@ def _mixers(fields: ConfigJson) -> Iterator[tuple[AttentionSpec, StreamConvSpec]
     heads = {kind: _heads_of(fields, _OF_HEADS[kind]) for kind in _OF_HEADS if kind in types}
     forms = [(each.num_kv_heads, each.head_dim) for each in heads.values()]
     floor, taps = fields.optional("log_scaling_n_floor"), fields.integer("conv_kernel_size", least=2)
-    growth = None if floor is None else LogGrowth(fields.number("log_scaling_alpha"), floor)
+    scaling = None if floor is None else LogScaling(fields.number("log_scaling_alpha"), floor)
     mixers: dict[str, AttentionSpec] = {}
     for kind, each in heads.items():
         window = fields.integer("sliding_window") if kind == _SLIDING else None
@@ -88,7 +88,7 @@ def _mixers(fields: ConfigJson) -> Iterator[tuple[AttentionSpec, StreamConvSpec]
             rope=None,
             window=window,
             head_norm=HeadNorm.EACH,
-            query_growth=None if window else growth,
+            log_scaling=None if window else scaling,
             relative=RelativeSpec(fields.integer("d_rel"), window or fields.integer("rel_extent")),
             form="sliding" if window and each != heads.get(_WHOLE, each) else "",
         )

@@ -59,7 +59,7 @@ class ConvolveStream(Op):
 
 @dataclass(frozen=True, slots=True)
 class TakeRelative(Op):
-    """Relative states `[tokens, heads · dim]` of columns of x; they grow with their position as queries do."""
+    """Relative states `[tokens, heads · dim]` of columns of x, with the log-n scaling of queries."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -71,14 +71,14 @@ class TakeRelative(Op):
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
-        from ...program.torch_heads import query_growth
+        from ...program.torch_heads import log_scaling
 
-        read, growth, heads = at.reader(self.x), query_growth(self.attention, at.model), self.attention.num_heads
+        read, scaling, heads = at.reader(self.x), log_scaling(self.attention, at.model), self.attention.num_heads
 
         def run(step: Step) -> None:
             x = read(step.names)
-            if growth is not None:
-                x = (x.unflatten(1, (heads, -1)) * growth[step.batch.positions]).flatten(1).to(x.dtype)
+            if scaling is not None:
+                x = (x.unflatten(1, (heads, -1)) * scaling[step.batch.positions]).flatten(1).to(x.dtype)
             step.names[self.out] = x
 
         return run

@@ -1,4 +1,4 @@
-"""Learned factors of heads that grow with the position (Mistral Large 4).
+"""Log-n attention scaling with learned numbers (Mistral Large 4).
 
 Tests: tests/core/layers/test_shared_latents.py
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowHeads(Op):
+class LogScaleHeads(Op):
     """Heads of x times `scale · log(position + 1) + bias`, a learned number each for each head."""
 
     READS = ("x",)
@@ -44,7 +44,7 @@ class GrowHeads(Op):
         """See `Op.native`."""
         from ...program.native_binding import weight_of
 
-        to.need("OpKind.kGrow", "learned factors of softmax")
+        to.need("OpKind.kLogScaleHeads", "log-n attention scaling with learned numbers")
         (x, column, width), out = to.read(at, self.x), to.out(to.written(at))
         own = {"heads": self.heads, "width": width // self.heads, "weight": weight_of(self.weight)}
-        to.emit("Grow", x=x, column=column, out=out, **own)
+        to.emit("LogScaleHeads", x=x, column=column, out=out, **own)

@@ -61,11 +61,11 @@ class Heads(Op):
         from .....ops.elementwise import elementwise
         from .....ops.elementwise.rotation import KvSlots
         from ...nvtx_spans import span
-        from ..torch_heads import SPLITS, caches, head_norms, query_growth, query_weights
+        from ..torch_heads import SPLITS, caches, head_norms, log_scaling, query_weights
 
         mixer, read, model, kv = self.attention, at.reader(self.x), at.model, at.model.kv_index[at.index]
         norms, weights = head_norms(at.weights, mixer, self.norm, model), query_weights(at.weights, mixer)
-        growth, eps, q_out = query_growth(mixer, model), self.norm.eps, Kept(self.q, (mixer.num_heads, mixer.query_dim))
+        scaling, eps, q_out = log_scaling(mixer, model), self.norm.eps, Kept(self.q, (mixer.num_heads, mixer.query_dim))
         ones = torch.ones(mixer.head_dim, device=model.device) if mixer.value_norm else None
         cache_of = caches(mixer, model, kv)
         split = None if mixer.output_gate is None else SPLITS[mixer.output_gate]
@@ -89,8 +89,8 @@ class Heads(Op):
                 q = elementwise.rotate_and_write(qkv, rotation, norms, slots, out)
                 if weights is not None:
                     q.mul_(weights)
-                if growth is not None:
-                    q.mul_(growth[step.batch.positions])
+                if scaling is not None:
+                    q.mul_(scaling[step.batch.positions])
                 names[self.q] = q
 
         return run
@@ -204,5 +204,5 @@ def _described(a: AttentionSpec) -> str:
     if a.shares_kv:
         return f"{own}, {norms}; an earlier layer's keys and values"
     values = "; values are keys" * a.keys_are_values + "; values normalised" * a.value_norm
-    growth = "; queries grow with their position" if a.query_growth else ""
-    return f"{own}, {a.num_kv_heads} of keys and values, {norms}{values}{growth}; writes keys and values"
+    scaling = "; log-n scaling of queries" if a.log_scaling else ""
+    return f"{own}, {a.num_kv_heads} of keys and values, {norms}{values}{scaling}; writes keys and values"
