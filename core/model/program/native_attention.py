@@ -22,8 +22,8 @@ from .op import NoNativeOp
 OUTPUT_GATES = {
     None: NativeOutputGate.NONE,
     OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
-    OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
-    OutputGate.APART: NativeOutputGate.APART,
+    OutputGate.PER_HEAD: NativeOutputGate.PER_HEAD,
+    OutputGate.PER_ELEMENT: NativeOutputGate.PER_ELEMENT,
 }
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ....ops.attention.attention import PLAIN, Scores
-from ....ops.elementwise.elementwise import HeadNorms, split_gates, split_gates_apart, split_gates_of_heads
+from ....ops.elementwise.elementwise import HeadNorms, split_gates, split_gates_per_element, split_gates_per_head
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.norms import NormSpec
 from ..weights.layer_weights import LayerWeights
@@ -20,8 +20,8 @@ from .torch_step import Bound
 #: What splits gates from queries, keys and values.
 SPLITS = {
     OutputGate.BESIDE_QUERIES: split_gates,
-    OutputGate.APART: split_gates_apart,
-    OutputGate.OF_HEADS: split_gates_of_heads,
+    OutputGate.PER_ELEMENT: split_gates_per_element,
+    OutputGate.PER_HEAD: split_gates_per_head,
 }
 
 

@@ -50,10 +50,10 @@ class OutputGate(StrEnum):
     BESIDE_QUERIES = "beside queries"
     """q_proj gives each head a query and then a gate: Qwen3.5. So does q_b_proj over latents: A.X K2."""
 
-    APART = "apart"
+    PER_ELEMENT = "per element"
     """g_proj gives every element one: AFMoE."""
 
-    OF_HEADS = "of heads"
+    PER_HEAD = "per head"
     """g_proj gives every head one: LFM3, and Dots 3 Note over latents."""
 
 
@@ -148,7 +148,7 @@ class LatentSpec:
 
     def input_gate(self, gate: OutputGate | None) -> int:
         """Elements of the gates that the layer's input gives each head."""
-        return self.value_dim if gate is OutputGate.APART else int(gate is OutputGate.OF_HEADS)
+        return self.value_dim if gate is OutputGate.PER_ELEMENT else int(gate is OutputGate.PER_HEAD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ constexpr Field kLayout[] = {
     NUMBER(Activation, kSilu), NUMBER(Activation, kGelu), NUMBER(Activation, kReluSquaredGate), NUMBER(Activation, kGeluByErfGate), NUMBER(Activation, kClampedSwiglu), NUMBER(Activation, kLimitedSwiglu), NUMBER(Activation, kBoundedSwiglu), NUMBER(Activation, kGeluAlone), NUMBER(Activation, kGeluByErf), NUMBER(Activation, kReluSquared), NUMBER(Activation, kXielu), NUMBER(Activation, kRelu),
     NORM_KINDS(EACH_NUMBER)
     NUMBER(HeadNorm, kEachHead), NUMBER(HeadNorm, kAllHeads), NUMBER(HeadNorm, kOwnHeads), NUMBER(HeadNorm, kBiasedHeads),
-    NUMBER(OutputGate, kNoGate), NUMBER(OutputGate, kBesideQueries), NUMBER(OutputGate, kOfHeads), NUMBER(OutputGate, kApart),
+    NUMBER(OutputGate, kNoGate), NUMBER(OutputGate, kBesideQueries), NUMBER(OutputGate, kPerHead), NUMBER(OutputGate, kPerElement),
     NUMBER(Scoring, kSoftmax), NUMBER(Scoring, kSoftmaxOfChosen), NUMBER(Scoring, kSigmoid), NUMBER(Scoring, kSigmoidOfChosen), NUMBER(Scoring, kSparseMixer),
     NUMBER(Mixer, kDelta), NUMBER(Mixer, kShortConv), NUMBER(Mixer, kMamba2), NUMBER(Mixer, kRgLru), NUMBER(Mixer, kMamba1), NUMBER(Mixer, kHeadedScan),
     NUMBER(Element, kF32), NUMBER(Element, kF16), NUMBER(Element, kBF16),

@@ -101,7 +101,7 @@ enum HeadNorm : int32_t { kEachHead, kAllHeads, kOwnHeads, kBiasedHeads };
 
 // Where the gates of attention's output are: nowhere, behind each head's query, or behind queries, keys and values, one of each
 // head or of each element.
-enum OutputGate : int32_t { kNoGate, kBesideQueries, kOfHeads, kApart };
+enum OutputGate : int32_t { kNoGate, kBesideQueries, kPerHead, kPerElement };
 
 // Heads of a layer's attention: of queries, of keys and of values, and elements of each.
 struct Heads {

@@ -125,7 +125,7 @@ class Heads(Op):
         from ..native_attention import OUTPUT_GATES
 
         mixer = self.attention
-        if mixer.output_gate is not OutputGate.APART:
+        if mixer.output_gate is not OutputGate.PER_ELEMENT:
             raise NoNativeOp("gates beside heads that something else than attention reads")
         own = {"x": x, "column": mixer.q_size + 2 * mixer.kv_size, "width": mixer.q_size, "out_column": 0}
         to.emit("Copy", **own, out=to.held_as(to.written(at, gates)))

@@ -249,9 +249,9 @@ class GivenWeights:
             head_norm=HeadNorm.ROTATED,
         ),
         Kind(norms=Norms.PARALLEL_APART, window=9, chunked=True, head_norm=HeadNorm.OWN, sinks=True),
-        Kind(output_gate=OutputGate.APART, embedding_norm=True, head_norm=HeadNorm.BARE),
+        Kind(output_gate=OutputGate.PER_ELEMENT, embedding_norm=True, head_norm=HeadNorm.BARE),
         Kind(slopes=True, clip=0.7, rotated=0.0, embedding_norm=True, norm_kind=NormKind.BIASED_LAYER),
-        Kind(output_gate=OutputGate.OF_HEADS, softplus_gates=True, head_norm=HeadNorm.BIASED, norms=Norms.AFTER_MLP),
+        Kind(output_gate=OutputGate.PER_HEAD, softplus_gates=True, head_norm=HeadNorm.BIASED, norms=Norms.AFTER_MLP),
         Kind(norms=Norms.AROUND, rotated=0.5, interleaved=True, activation=Activation.GELU_TANH, biased=True),
     ],
 )

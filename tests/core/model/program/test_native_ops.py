@@ -105,7 +105,10 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, norms=Norms.AFTER), "Copy Gemm Attend Gemm Norm Add Copy GateUp Gemm Norm Add"),
         (replace(LAYER, norms=Norms.PARALLEL), "Norm Gemm GateUp Gemm Attend Gemm"),
         (replace(LAYER, norms=Norms.PARALLEL_APART), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
-        (replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.APART)), "Norm Gemm Attend Gemm Norm GateUp Gemm"),
+        (
+            replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.PER_ELEMENT)),
+            "Norm Gemm Attend Gemm Norm GateUp Gemm",
+        ),
         (replace(LAYER, feed_forward=EXPERTS), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
         (replace(LAYER, feed_forward=replace(EXPERTS, factor=0.5)), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
         (replace(LAYER, feed_forward=None), "Norm Gemm Attend Gemm"),
