@@ -478,7 +478,7 @@ class _Layer:
             case Norms.PARALLEL:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(n)
-            case Norms.PARALLEL_APART:
+            case Norms.PARALLEL_TWO_NORMS:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(self.norm(x, weights.mlp_norm))
             case Norms.BEHIND:

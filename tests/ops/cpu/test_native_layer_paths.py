@@ -82,7 +82,9 @@ KINDS = {
         activation=UngatedActivation.RELU_SQUARED,
     ),
     "Laguna": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_HEAD, softplus_gates=True, window=16),
-    "GPT-NeoX": Kind(norms=Norms.PARALLEL_APART, norm_kind=NormKind.BIASED_LAYER, activation=UngatedActivation.GELU),
+    "GPT-NeoX": Kind(
+        norms=Norms.PARALLEL_TWO_NORMS, norm_kind=NormKind.BIASED_LAYER, activation=UngatedActivation.GELU
+    ),
     "Phi-2": Kind(norms=Norms.PARALLEL, norm_kind=NormKind.BIASED_LAYER, head_biased=True, biased=True, rotated=0.5),
     "Gemma 4": Kind(
         norms=Norms.AROUND, head_norm=HeadNorm.EACH, value_norm=True, keys_are_values=True, scaled=True, window=16

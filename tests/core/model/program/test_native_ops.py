@@ -104,7 +104,7 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, norms=Norms.AROUND), "Norm Gemm Attend Gemm Norm Add Norm GateUp Gemm Norm Add"),
         (replace(LAYER, norms=Norms.AFTER), "Copy Gemm Attend Gemm Norm Add Copy GateUp Gemm Norm Add"),
         (replace(LAYER, norms=Norms.PARALLEL), "Norm Gemm GateUp Gemm Attend Gemm"),
-        (replace(LAYER, norms=Norms.PARALLEL_APART), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
+        (replace(LAYER, norms=Norms.PARALLEL_TWO_NORMS), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
         (
             replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.PER_ELEMENT)),
             "Norm Gemm Attend Gemm Norm GateUp Gemm",
