@@ -58,7 +58,7 @@ class Tables:
         here, and hold until the next step. positions: of all tokens, of which those are overwritten.
         """
         count = len(axes.places)
-        if count > self.spare or self.growths:
+        if count > self.spare or self.log_scalings:
             raise RuntimeError(f"{count} tokens of a step have positions on axes, there is room for {self.spare}")
         for rope, tables in self.angles.items():
             element_axes = torch.tensor(rope.element_axes)

@@ -31,8 +31,8 @@ CHOSEN = "chosen"
 #: What a router's small network begins with, for that of the next layer `[tokens, size]`.
 ROUTED = "routed"
 
-#: Further inputs of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
-INPUTS, FURTHER = "inputs", "input"
+#: Per-layer embeddings of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
+PER_LAYER, LAYER_EMBEDDING = "per_layer", "layer_embedding"
 
 
 @dataclass(frozen=True, slots=True)

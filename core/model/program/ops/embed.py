@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..op import INPUTS, STREAM, Op
+from ..op import PER_LAYER, STREAM, Op
 
 if TYPE_CHECKING:
     from ..lowering import Lowering
@@ -65,7 +65,7 @@ class Embed(Op):
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
-        return to.lasting[INPUTS].width
+        return to.lasting[PER_LAYER].width
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Config:
             "attention_layers": [layer.mixer for layer in self.layers if layer.mixer],
             "attention_shapes": [mixer],
             "kv_layers": [layer.mixer for layer in self.layers if layer.mixer],
-            "layer_inputs": None,
+            "per_layer_embeddings": None,
             "media": (),
             "vision": None,
             "streams": self.layers[0].streams,
