@@ -91,7 +91,7 @@ class DecodeSteps:
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
         # inputs and outputs of layers captured alone: embeddings, the residual stream, and its pending addend
         self._residual = [model.new_rows(sizes[-1]) for _ in range(3)]
-        self._inputs = model.new_inputs(sizes[-1])
+        self._per_layer = model.new_per_layer_embeddings(sizes[-1])
 
     def use_arena(self) -> None:
         """Use the model's present arena from now on."""
@@ -157,8 +157,8 @@ class DecodeSteps:
         bucket = len(batch.token_ids)
         embedded, rows, added = (each[:bucket] for each in self._residual)
         self._decoder.embed(batch, embedded)
-        if (inputs := self._decoder.make_inputs(batch, embedded)) is not None:
-            self._inputs[:bucket].copy_(inputs)
+        if (embeddings := self._decoder.make_per_layer_embeddings(batch, embedded)) is not None:
+            self._per_layer[:bucket].copy_(embeddings)
         layers()
         logits, chosen = self._outputs.of(bucket)
         logits = self._decoder.compute_logits(Residual(rows, added), batch, logits)
@@ -219,11 +219,11 @@ class DecodeSteps:
         """Make the layers of a bucket's step, from static buffers to static buffers."""
         batch = self._batch(bucket, lora, merged)
         embedded, rows, added = (each[:bucket] for each in self._residual)
-        inputs = None if self._decoder.config.layer_inputs is None else self._inputs[:bucket]
+        per_layer = None if self._decoder.config.per_layer_embeddings is None else self._per_layer[:bucket]
 
         def layers() -> None:
             rows.copy_(embedded)  # layers may run twice when they are captured
-            x = self._decoder.run_layers(rows, batch, inputs)
+            x = self._decoder.run_layers(rows, batch, per_layer)
             added.zero_() if x.added is None else added.copy_(x.added)
 
         return layers

@@ -136,8 +136,11 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden
     head = 0 if whole.tie_word_embeddings else embeddings // size
-    every = chain(whole.stored_projections, (each for each in whole.projections.model if each.product == Role.INPUTS))
-    table = 0 if whole.layer_inputs is None else whole.layer_inputs.vocab * whole.layer_inputs.size * whole.num_layers
+    every = chain(
+        whole.stored_projections, (each for each in whole.projections.model if each.product == Role.PER_LAYER)
+    )
+    spec = whole.per_layer_embeddings
+    table = 0 if spec is None else spec.vocab * spec.size * whole.num_layers
     projections = sum(each.num_weights // (1 if each.is_replicated else size) for each in every)
     streams = 0 if whole.streams is None else whole.streams.num_weights(hidden, whole.num_layers)
     return embeddings + table + streams + head + hidden + whole.num_layers * 2 * hidden + projections

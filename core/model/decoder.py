@@ -26,14 +26,14 @@ from ...ops.lora.sgmv import AdapterRows
 from ...ops.ranks.ranks import Collectives
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, GemmKind, StepStates
-from .lora.step_lora import INPUTS_GEMM, HeadLora, StepLora
+from .lora.step_lora import PER_LAYER_GEMM, HeadLora, StepLora
 from .moe.experts import ExpertKernels
 from .moe.stacked_experts import StackedExperts
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .program.ends import LOGITS, STATES, end_gemms, end_programs, logits_dtype
 from .program.layer_program import Kept
-from .program.op import INPUTS, STREAM
+from .program.op import PER_LAYER, STREAM
 from .program.ops.linear import Gemm
 from .program.ops.moe import Moe
 from .program.torch_experts import kind_of_experts
@@ -68,7 +68,7 @@ class Flow:
     """Those which mixers write."""
 
     lasting: tuple[Kept, ...]
-    """Those which outlive layers: several streams of the residual, further inputs of all layers, and what an indexer
+    """Those which outlive layers: several streams of the residual, per-layer embeddings, and what an indexer
     chose.
     """
 
@@ -166,7 +166,7 @@ class DecoderModel:
                 max_model_len=max_model_len,
                 dtype=dtype,
                 device=device,
-                gemms=(*config.projections.gemm_shape_of, {Role.INPUTS: INPUTS_GEMM}),
+                gemms=(*config.projections.gemm_shape_of, {Role.PER_LAYER: PER_LAYER_GEMM}),
                 rotary=self._rotary,
             ),
         )
@@ -220,12 +220,12 @@ class DecoderModel:
         run_ops(runs, Step(batch, self._weights, names))
         return names
 
-    def run_layers(self, x: torch.Tensor, batch: Batch, inputs: torch.Tensor | None = None) -> Residual:
+    def run_layers(self, x: torch.Tensor, batch: Batch, per_layer: torch.Tensor | None = None) -> Residual:
         """Compute all layers, from the embeddings x `[tokens, hidden]`, which are changed, to what `compute_logits`
-        takes. inputs: of `make_inputs`; None: they are made here.
+        takes. per_layer: of `make_per_layer_embeddings`; None: they are made here.
         """
-        inputs = self.make_inputs(batch, x) if inputs is None else inputs
-        names = {STREAM: x} if inputs is None else {STREAM: x, INPUTS: inputs}
+        per_layer = self.make_per_layer_embeddings(batch, x) if per_layer is None else per_layer
+        names = {STREAM: x} if per_layer is None else {STREAM: x, PER_LAYER: per_layer}
         step, lora, program = self._step(batch, names, batch.states), batch.lora, self._program
         run_ops(program.ends.split, step)
         for index, runs in enumerate(program.layers):
@@ -260,8 +260,8 @@ class DecoderModel:
         step = self._step(batch, names, kept=flow.kept)
         if not index:
             self.embed(batch, flow.x)
-            if (inputs := self.make_inputs(batch, flow.x)) is not None:
-                names[INPUTS].copy_(inputs)
+            if (per_layer := self.make_per_layer_embeddings(batch, flow.x)) is not None:
+                names[PER_LAYER].copy_(per_layer)
             run_ops(ends.split, step)
         runs, reads, leaves = self._program.pieces[index]
         names |= {each.name: flow.kept[each].flatten(1) for each in reads}
@@ -326,17 +326,18 @@ class DecoderModel:
         run_ops(self._program.ends.logits, Step(batch, self._weights, names, added_logits=added))
         return names[LOGITS]
 
-    def new_inputs(self, tokens: int) -> torch.Tensor:
-        """Zeros for further inputs of layers; without columns where they have none."""
-        spec, device = self.config.layer_inputs, self._arena.pages.device
+    def new_per_layer_embeddings(self, tokens: int) -> torch.Tensor:
+        """Zeros for per-layer embeddings; without columns where they have none."""
+        spec, device = self.config.per_layer_embeddings, self._arena.pages.device
         width = 0 if spec is None else self.config.num_layers * spec.size
         return torch.zeros(tokens, width, dtype=self._dtype, device=device)
 
-    def make_inputs(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor | None:
-        """Further inputs of all layers, `[tokens, layers · size]`; None where they have none. embedded: the residual
-        stream before all layers.
+    def make_per_layer_embeddings(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Per-layer embeddings of all layers, `[tokens, layers · size]`; None where they have none.
+
+        embedded: the residual stream before all layers.
         """
-        return self._run_end(self._program.ends.inputs, batch, {STREAM: embedded}).get(INPUTS)
+        return self._run_end(self._program.ends.per_layer, batch, {STREAM: embedded}).get(PER_LAYER)
 
     @property
     def bias_dtype(self) -> torch.dtype:

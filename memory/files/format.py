@@ -179,8 +179,8 @@ def _check_no_lora_on_added(
 
 
 def _check_no_inputs(config: AdapterConfig, added: Collection[int], projections: Projections) -> None:
-    """Refuse added tokens where layers have further inputs: the base model has a row of each of its tokens for them."""
-    if projections.of_role(Role.INPUTS) is not None:
+    """Refuse added tokens where layers have embeddings: the base model has a row of each of its tokens for them."""
+    if projections.of_role(Role.PER_LAYER) is not None:
         raise AdapterFormatError(
             f"{config.file}: the adapter adds token {min(added)} to the vocabulary, for which the base model has no "
             "inputs of its layers (embed_tokens_per_layer); train without added tokens"

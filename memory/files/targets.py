@@ -66,7 +66,7 @@ def _found(
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
             layer, parts = keys[name]
-            is_linear = modules.projections[parts[0]].product == Role.INPUTS
+            is_linear = modules.projections[parts[0]].product == Role.PER_LAYER
             is_other = name == UNEMBED or name in inner_heads
             if name not in of_model or is_linear or not _is_passed_over(is_other, head_names, config):
                 found[name] = layer, parts, rank_and_scale
@@ -107,7 +107,7 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
         found = projections.layers_of(projection.name)[0], (projection.name,)
         if projection.product == Role.EMBEDDING:
             keys[f"{level}{modules.embeddings}"] = found
-        elif projection.product == Role.INPUTS:
+        elif projection.product == Role.PER_LAYER:
             keys[f"{level}{projection.name}"] = found
         elif stem:
             keys |= dict.fromkeys((*modules.heads, UNEMBED, *_inner_heads(level)), found)

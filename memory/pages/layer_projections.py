@@ -38,9 +38,9 @@ def dense_projections(num_layers: int, hidden: int, ffn: int, heads: int, kv_hea
 
 def model_projections(vocab: int, hidden: int, head: int, inputs: int = 0) -> tuple[Projection, ...]:
     """The token embeddings and the output projection. head: how many tokens the latter gives logits of. inputs: width
-    of the further inputs of all layers.
+    of the per-layer embeddings.
     """
-    own = (Projection("model.per_layer_model_projection", Role.INPUTS, hidden, inputs, 1),) if inputs else ()
+    own = (Projection("model.per_layer_model_projection", Role.PER_LAYER, hidden, inputs, 1),) if inputs else ()
     return (
         Projection("model.embed_tokens", Role.EMBEDDING, vocab, hidden, 1),
         Projection("lm_head", Role.HEAD, hidden, head, 1),

@@ -32,8 +32,8 @@ class Role(StrEnum):
     HEAD_ROWS = "head_rows"
     """Likewise, of the output projection."""
 
-    INPUTS = "inputs"
-    """Of the model: makes the further inputs of all layers."""
+    PER_LAYER = "per_layer_projection"
+    """Of the model: makes the per-layer embeddings of all layers."""
 
     ROUTER = "experts.router"
     """The router of a mixture of experts."""
@@ -56,7 +56,7 @@ class Role(StrEnum):
 
 
 #: Those of the model.
-MODEL_ROLES = (Role.EMBEDDING, Role.HEAD, Role.EMBEDDING_ROWS, Role.HEAD_ROWS, Role.INPUTS)
+MODEL_ROLES = (Role.EMBEDDING, Role.HEAD, Role.EMBEDDING_ROWS, Role.HEAD_ROWS, Role.PER_LAYER)
 
 #: Those of a layer's mixture of experts.
 MIXTURE_ROLES = (

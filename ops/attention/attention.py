@@ -231,15 +231,15 @@ class KvCache(NamedTuple):
 class Attention(ABC):
     """Causal grouped-query attention over a paged KV cache."""
 
-    takes_sinks = False
+    supports_sinks = False
     """Whether it serves layers with sinks."""
-    takes_slopes = False
+    supports_slopes = False
     """Whether it serves layers with slopes."""
-    takes_relative = False
+    supports_relative = False
     """Whether it serves layers that add numbers of queries and distances to scores."""
-    takes_blocks = False
+    supports_blocks = False
     """Whether it serves steps with blocks."""
-    takes_chosen = False
+    supports_chosen = False
     """Whether it serves layers whose queries attend to chosen tokens alone."""
 
     def plan(
@@ -260,7 +260,7 @@ class Attention(ABC):
         Rows with more than one token come first, unless `parts` says how many do: see `PlannedRows`. blocks: of the
         step's tokens, where layers have masks for them.
         """
-        if blocks is not None and not self.takes_blocks:
+        if blocks is not None and not self.supports_blocks:
             raise NotImplementedError(f"{type(self).__name__} has no blocks of tokens that see each other")
         self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables, parts, blocks))
 
@@ -286,11 +286,11 @@ class Attention(ABC):
         """
         out = torch.empty_like(q) if out is None else out
         cache = KvCache(k_cache, v_cache, kv_scales)
-        if sinks is not None and not self.takes_sinks:
+        if sinks is not None and not self.supports_sinks:
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
-        if slopes is not None and not self.takes_slopes:
+        if slopes is not None and not self.supports_slopes:
             raise NotImplementedError(f"{type(self).__name__} has no slopes of ALiBi; use attention torch")
-        if relative is not None and not self.takes_relative:
+        if relative is not None and not self.supports_relative:
             raise NotImplementedError(f"{type(self).__name__} has no relative attention; use attention torch")
         if chosen is None:
             self._attend(q, cache, out, scores, HeadTerms(sinks, slopes, relative))
@@ -314,9 +314,9 @@ class Attention(ABC):
         heads, value]`, to write to. chosen: of `choose`, where queries attend to chosen tokens alone. sinks: see
         `run`. Returns `[tokens, heads · value]`.
         """
-        if chosen is not None and not self.takes_chosen:
+        if chosen is not None and not self.supports_chosen:
             raise NotImplementedError(f"{type(self).__name__} has no attention to chosen tokens; use attention torch")
-        if sinks is not None and not self.takes_sinks:
+        if sinks is not None and not self.supports_sinks:
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
         out = q.new_empty(*q.shape[:2], heads.value_dim) if out is None else out
         self._attend_latents(q, cache, heads, out, scores, chosen, sinks)
@@ -391,7 +391,7 @@ class PagedAttention(Attention):
     tokens times all that it sees.
     """
 
-    takes_sinks = takes_slopes = takes_relative = takes_blocks = True
+    supports_sinks = supports_slopes = supports_relative = supports_blocks = True
 
     def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)

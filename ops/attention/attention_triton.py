@@ -337,7 +337,7 @@ def _has_float8(device: torch.device) -> bool:
 class TritonRaggedAttention(Attention):
     """Eager attention for sequences of any length: prefill chunks first, by PyTorch, then sequences of one token."""
 
-    takes_sinks = True
+    supports_sinks = True
 
     def __init__(self, backend: TritonBackend) -> None:
         self._backend = backend
@@ -386,7 +386,7 @@ class TritonDecodeAttention(Attention):
     Call `plan` before every replay; `run` is captured in the graph.
     """
 
-    takes_sinks = True
+    supports_sinks = True
 
     def __init__(self, backend: TritonBackend, bucket: int) -> None:
         self._backend = backend

@@ -20,8 +20,8 @@ from .mean_blocks import chosen_means
 class BlockAttention(PagedAttention):
     """Chunks make masks of what is chosen; rows of one token read the chosen blocks alone."""
 
-    takes_blocks = False
-    takes_chosen = True
+    supports_blocks = False
+    supports_chosen = True
 
     def choose_blocks(self, q: torch.Tensor, cache: KvCache, blocks: KeyBlocks) -> torch.Tensor:
         found = q.new_zeros(*q.shape[:2], blocks.top, dtype=torch.long)

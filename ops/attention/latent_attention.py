@@ -19,8 +19,8 @@ from .latents import LatentHeads
 class LatentAttention(PagedAttention):
     """Has keys and values made for chunks of many tokens; all other rows attend over latents themselves."""
 
-    takes_blocks = False
-    takes_chosen = True
+    supports_blocks = False
+    supports_chosen = True
 
     def choose(
         self,

@@ -44,7 +44,7 @@ class LatentLoraConstants:
     """The previous launch may still be running when this one begins."""
 
 
-def takes_heads(key: int, value: int, itemsize: int) -> bool:
+def supports_heads(key: int, value: int, itemsize: int) -> bool:
     """True if heads' rows of B begin at multiples of 16 bytes, as loads need."""
     return key * itemsize % 16 == 0 and value * itemsize % 16 == 0
 

@@ -354,13 +354,13 @@ def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch
     return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
 
 
-def split_gates_apart(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gates_per_element(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Likewise, of one whose last columns `[tokens, heads · head_dim]` are the gates."""
     size = num_heads * head_dim
     return qkv[:, :-size].contiguous(), qkv[:, -size:]
 
 
-def split_gates_of_heads(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gates_per_head(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Likewise, of one whose last columns `[tokens, heads]` are a gate of each head."""
     return qkv[:, :-num_heads].contiguous(), qkv[:, -num_heads:].repeat_interleave(head_dim, dim=1)
 

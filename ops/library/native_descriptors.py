@@ -94,9 +94,9 @@ class NativeOutputGate(StrEnum):
     NONE = "kNoGate"
     BESIDE_QUERIES = "kBesideQueries"
     """Behind each head's query."""
-    OF_HEADS = "kOfHeads"
+    PER_HEAD = "kPerHead"
     """Behind queries, keys and values, one of each head."""
-    APART = "kApart"
+    PER_ELEMENT = "kPerElement"
     """There, of each element."""
 
 

@@ -1,5 +1,5 @@
-"""Two convolutions of queries and keys, and values half of which are late (ZAYA, arXiv 2510.04476), between the input
-product of a layer and its attention.
+"""Two convolutions of queries and keys, and values half of which are delayed (ZAYA, arXiv 2510.04476), between the
+input product of a layer and its attention.
 
 For every token, from its row `[q, k, v | w]` of the input product:
 
@@ -68,8 +68,8 @@ class HeadConvWeights(RecurrentWeights):
         x = mixed[:, :channels].unflatten(1, (-1, dim)) + means
         x = x * (dim**0.5 / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).eps))
         q, k = x[:, :-kv_heads], x[:, -kv_heads:] * self.factors[:, None]
-        late = mixed[:, channels:]
-        return torch.cat((q.flatten(1), k.flatten(1), rows[:, channels : -late.shape[1]].float(), late), 1)
+        delayed = mixed[:, channels:]
+        return torch.cat((q.flatten(1), k.flatten(1), rows[:, channels : -delayed.shape[1]].float(), delayed), 1)
 
     def draft_inputs(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """`[q, k | w]`."""
@@ -87,8 +87,8 @@ class HeadConvWeights(RecurrentWeights):
     def _inputs(self, rows: torch.Tensor) -> torch.Tensor:
         """What later tokens need of these."""
         channels = self.taps.shape[1]
-        late = (rows.shape[1] - channels) // 2
-        return torch.cat((rows[:, :channels], rows[:, -late:]), 1).float()
+        delayed = (rows.shape[1] - channels) // 2
+        return torch.cat((rows[:, :channels], rows[:, -delayed:]), 1).float()
 
     @staticmethod
     def _taken_in(inputs: torch.Tensor, state: RecurrentState) -> torch.Tensor:
@@ -98,8 +98,8 @@ class HeadConvWeights(RecurrentWeights):
         return seen
 
     def _convolved(self, seen: torch.Tensor, count: int) -> torch.Tensor:
-        """q', k' and late values of each sequence's last `count` tokens, sequence after sequence. seen: the inputs of
-        these and of those before them, `[…, tokens, channels]`.
+        """q', k' and delayed values of each sequence's last `count` tokens, sequence after sequence. seen: the inputs
+        of these and of those before them, `[…, tokens, channels]`.
         """
         (size, channels), later = self.taps.shape, len(self.heads) - 1
         length = count + later

@@ -540,7 +540,7 @@ def test_mistral_small_4_is_told_by_the_type_of_its_text_part(tmp_path, targets,
     }  # fmt: skip
     architecture = "Mistral3ForConditionalGeneration"
     check_text(tmp_path, architecture, "Mistral3Config", text, MODELS[architecture][2], targets, drive)
-    assert read_model_config(tmp_path / "model").attention.query_growth
+    assert read_model_config(tmp_path / "model").attention.log_scaling
 
 
 def save_whole(architecture: str, name: str, text: dict[str, Any], vision: dict[str, Any], path: Path) -> Any:

@@ -21,8 +21,8 @@ def attention_in(b: Build, a: AttentionSpec, n: Value, *further: Proj) -> Value:
     `further` projections give.
     """
     own = heads_in(a, value=a.value_dim)
-    if a.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
-        size = a.q_size if a.output_gate is OutputGate.APART else a.num_heads
+    if a.output_gate in (OutputGate.PER_ELEMENT, OutputGate.PER_HEAD):
+        size = a.q_size if a.output_gate is OutputGate.PER_ELEMENT else a.num_heads
         own += (Proj("self_attn.g_proj", size, a.num_heads, form=a.form),)
     if a.block_indexer is not None:
         own += _index_in(a.block_indexer)

@@ -29,7 +29,7 @@ _AROUND = {
     Norms.PARALLEL: ("attention_norm",),
     Norms.BEHIND: ("attention_out_norm", "mlp_out_norm"),
     Norms.BEHIND_MIXER: ("attention_out_norm",),
-    Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
+    Norms.PARALLEL_TWO_NORMS: ("attention_norm", "mlp_norm"),
     Norms.NONE: (),
 }
 

@@ -134,7 +134,7 @@ def put_index(b: Build, a: AttentionSpec, index: IndexerSpec, queries: Read, own
 
 def take_gates(b: Build, a: AttentionSpec, gates: View) -> Value | None:
     """Gates that stand apart, one for each element of heads' outputs; None: there are none."""
-    if a.output_gate not in (OutputGate.APART, OutputGate.OF_HEADS):
+    if a.output_gate not in (OutputGate.PER_ELEMENT, OutputGate.PER_HEAD):
         return None
     return b.put(TakeGates(gates, "gates", a.num_heads, latent_of(a).value_dim), a.gate_size)
 

@@ -5,7 +5,7 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
-from ..program.ops.rows import TakeInput
+from ..program.ops.rows import TakeLayerEmbedding
 from ..specs.feed_forward import GatedSpec, UngatedActivation, UngatedSpec
 from ..specs.layers import LayerSpec
 from ..weights.slot import Keep, SlotTensor
@@ -43,11 +43,11 @@ def down(b: Build, spec: GatedSpec | UngatedSpec, f: Value) -> Value:
     return b.reduce(b.linear("down", f, "y", own, rows=True))
 
 
-def own_input(b: Build, layer: LayerSpec, size: int, rows: Value) -> Value:
-    """What a layer's own input of this size adds, by gates of these rows: see `LayerInputSpec`."""
-    assert layer.dense is not None, "a layer with an input of its own has a dense part"
+def per_layer_part(b: Build, layer: LayerSpec, size: int, rows: Value) -> Value:
+    """What a layer's embedding of this size adds, by gates of these rows: see `PerLayerEmbeddingSpec`."""
+    assert layer.dense is not None, "a layer with an embedding has a dense part"
     gate = b.linear("input_gate", rows, "g", Proj("per_layer_input_gate", size), merges=False)
-    g = b.concat("g", gate, b.put(TakeInput(), size))
+    g = b.concat("g", gate, b.put(TakeLayerEmbedding(), size))
     f = b.activate(g, layer.dense.activation)
     y = b.linear("input_projection", f, "y", Proj("per_layer_projection", b.hidden), merges=False)
     return b.scale(b.norm("input_norm", y, y), layer.residual_multiplier)

@@ -39,7 +39,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     )
     shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
     experts = reading.experts(fields, routing, shared_size=shared)
-    attention = rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART)
+    attention = rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_ELEMENT)
     types = reading.layer_types(fields, fields.integer("global_attn_every_n_layers"))
     window, first = reading.checked_window(fields, types), reading.number_of(fields, "num_dense_layers")
     whole, local = replace(attention, rope=None), replace(attention, window=window)

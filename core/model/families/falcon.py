@@ -50,7 +50,7 @@ def _norms(fields: ConfigJson, *, is_new: bool) -> tuple[Norms, dict[str, str]]:
     if count > 2:
         raise fields.refuse("num_ln_in_parallel_attn", "1 or 2 is needed")
     return (
-        (Norms.PARALLEL_APART, {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"})
+        (Norms.PARALLEL_TWO_NORMS, {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"})
         if count == 2
         else (
             Norms.PARALLEL,

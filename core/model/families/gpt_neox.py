@@ -31,7 +31,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU, bias=True)
-    norms = Norms.PARALLEL_APART if fields.boolean("use_parallel_residual") else Norms.BEFORE
+    norms = Norms.PARALLEL_TWO_NORMS if fields.boolean("use_parallel_residual") else Norms.BEFORE
     layers = [DecoderLayer(attention, feed_forward, norms)] * fields.integer("num_hidden_layers")
     return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
 

@@ -60,7 +60,7 @@ def _gated(mixer: AttentionSpec, eps: float, *, sees: bool) -> AttentionSpec:
     rope = replace(mixer.rope, interleaved=sees)
     index = None if mixer.indexer is None else replace(mixer.indexer, rope=rope, eps=eps, rotates_last=True)
     own = replace(mixer.latent, eps=eps) if sees else mixer.latent
-    return replace(mixer, rope=rope, latent=own, indexer=index, sinks=True, output_gate=OutputGate.APART)
+    return replace(mixer, rope=rope, latent=own, indexer=index, sinks=True, output_gate=OutputGate.PER_ELEMENT)
 
 
 def _read_hy_text(fields: ConfigJson) -> ModelConfig:

@@ -17,7 +17,7 @@ from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 from .defaults import Defaults
 
-_GATES = {True: OutputGate.OF_HEADS, "per-head": OutputGate.OF_HEADS, "per-element": OutputGate.APART}
+_GATES = {True: OutputGate.PER_HEAD, "per-head": OutputGate.PER_HEAD, "per-element": OutputGate.PER_ELEMENT}
 
 
 def _read(fields: ConfigJson) -> ModelConfig:

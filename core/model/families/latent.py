@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, LatentSpec, QueryGrowth
+from ..specs.attention import AttentionSpec, LatentSpec, TemperatureTuning
 from ..specs.indexer import IndexerSpec
 from ..specs.rope_config import RopeConfig
 from . import reading, rotary
@@ -34,7 +34,7 @@ def attention(
     fields: ConfigJson,
     *,
     interleaved: bool = False,
-    growth: QueryGrowth | None = None,
+    scaling: TemperatureTuning | None = None,
     rotates: bool = True,
     of: ConfigJson | None = None,
 ) -> AttentionSpec:
@@ -64,7 +64,7 @@ def attention(
         rope=rope,
         qkv_bias=bias,
         o_bias=bias,
-        query_growth=growth,
+        log_scaling=scaling,
         latent=LatentSpec(q_rank, kv_rank, key_dim, rotated_dim, value_dim, _EPS),
     )
 

@@ -35,7 +35,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
             head_norm=HeadNorm.EACH,
             qkv_bias=bias,
             o_bias=bias,
-            output_gate=OutputGate.OF_HEADS if fields.boolean("use_attention_gate") else None,
+            output_gate=OutputGate.PER_HEAD if fields.boolean("use_attention_gate") else None,
         )
         for kind in (reading.FULL, reading.SLIDING)
         if kind in types

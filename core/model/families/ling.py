@@ -45,7 +45,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("tie_word_embeddings"):
         raise fields.refuse("tie_word_embeddings", "transformers does not tie them for this family; set it to false")
     rotary.check_original(rotary.rope_fields(fields))
-    attention = replace(latent.attention(fields, interleaved=True), output_gate=OutputGate.OF_HEADS)
+    attention = replace(latent.attention(fields, interleaved=True), output_gate=OutputGate.PER_HEAD)
     mixers = {reading.FULL: attention, _LINEAR: _delta(fields)}
     types = reading.layer_types(fields, fields.integer("layer_group_size"), other=_LINEAR)
     has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm, QueryGrowth
+from ..specs.attention import AttentionSpec, HeadNorm, TemperatureTuning
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
@@ -38,9 +38,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     rope, chunk = _rope(fields, heads.head_dim), fields.optional("attention_chunk_size")
-    growth = (
-        QueryGrowth(fields.number("attn_scale"), fields.integer("floor_scale"), first=1) if _is_tuned(fields) else None
-    )
+    scaling = None
+    if _is_tuned(fields):
+        scaling = TemperatureTuning(fields.number("attn_scale"), fields.integer("floor_scale"), first=1)
     default = [_CHUNKED if rotated and chunk is not None else reading.FULL for rotated in rotates]
     types = reading.layer_types(fields, 1, _CHUNKED) if fields.texts("layer_types") else default
     if chunk is None and _CHUNKED in types:
@@ -56,14 +56,16 @@ def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
             head_norm=HeadNorm.BARE if is_normed and rotated else None,
             qkv_bias=bias,
             o_bias=bias,
-            query_growth=None if rotated else growth,
+            log_scaling=None if rotated else scaling,
         )
         for rotated, kind in zip(rotates, types, strict=True)
     ]
 
 
 def _is_tuned(fields: ConfigJson) -> bool:
-    """Whether queries grow. Scout was published with a number, 4, where transformers has a truth value since."""
+    """True if attention temperature is tuned. Scout was published with a number, 4, where transformers has a truth
+    value since.
+    """
     value = fields.raw.get(name := "attn_temperature_tuning")
     return fields.boolean(name) if type(value) is not int or value < 1 else True
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, QueryGrowth
+from ..specs.attention import AttentionSpec, TemperatureTuning
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
@@ -45,20 +45,20 @@ def _read_ministral(fields: ConfigJson) -> ModelConfig:
 def _read_ministral_3(fields: ConfigJson) -> ModelConfig:
     """As of Mistral's text parts, `layer_types` has no effect."""
     windows = [fields.optional("sliding_window")] * fields.integer("num_hidden_layers")
-    return _model(fields, windows, _growth(fields))
+    return _model(fields, windows, _log_scaling(fields))
 
 
-def _model(fields: ConfigJson, windows: Sequence[int | None], growth: QueryGrowth | None = None) -> ModelConfig:
+def _model(fields: ConfigJson, windows: Sequence[int | None], scaling: TemperatureTuning | None = None) -> ModelConfig:
     heads = reading.heads(fields)
     rope, feed_forward = rotary.rope(fields, heads.head_dim), reading.gated(fields)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, query_growth=growth)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, log_scaling=scaling)
     layers = [DecoderLayer(replace(attention, window=each), feed_forward) for each in windows]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 
 def _read_4(fields: ConfigJson) -> ModelConfig:
-    growth = _growth(fields)
-    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"), growth=growth)
+    scaling = _log_scaling(fields)
+    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"), scaling=scaling)
     groups = fields.integer("n_group")
     routing = Routing(
         1,
@@ -82,10 +82,10 @@ def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
     return replace(model, tensors=replace(BESIDE_VISION, names=model.tensors.names))
 
 
-def _growth(fields: ConfigJson) -> QueryGrowth:
+def _log_scaling(fields: ConfigJson) -> TemperatureTuning:
     """Of Ministral 3."""
     rope = rotary.rope_fields(fields)
-    return QueryGrowth(rope.number(_BETA), rotary.original_positions(rope, fields))
+    return TemperatureTuning(rope.number(_BETA), rotary.original_positions(rope, fields))
 
 
 _BETA = "llama_4_scaling_beta"

@@ -113,7 +113,7 @@ def _mixers(fields: ConfigJson, types: list[str]) -> Iterable[AttentionSpec]:
             head_norm=HeadNorm.EACH,
             qkv_bias=bias,
             o_bias=bias,
-            output_gate=OutputGate.OF_HEADS,
+            output_gate=OutputGate.PER_HEAD,
             form="" if heads == own.num_heads else f"{heads} heads",
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....ops.attention.latents_schedule import takes_heads
+from ....ops.attention.latents_schedule import supports_heads
 from ....ops.lora.sgmv import Segments
 from ....ops.lora.sgmv_tables import SgmvTables
 from ....ops.lora.sgmv_tiles import MERGED_TERMS
@@ -31,7 +31,7 @@ class LatentLaunches:
     @staticmethod
     def can_launch(spec: LatentSpec, itemsize: int) -> bool:
         """True if kernels take heads of this width."""
-        return takes_heads(spec.key_dim, spec.value_dim, itemsize)
+        return supports_heads(spec.key_dim, spec.value_dim, itemsize)
 
     def use_arena(self, arena: torch.Tensor) -> None:
         """From now on, read adapters from another arena of the same layout."""

@@ -16,7 +16,7 @@ from ....ops.attention.latents import AbsorbedLora
 from ....ops.lora.sgmv_schedule import Schedule
 from ....ops.lora.sgmv_tables import MAX_GRID, SgmvTables
 from ..moe.mixture_launches import MixtureForm, MixtureLaunches
-from .step_lora import INPUTS_GEMM, HeadLora
+from .step_lora import PER_LAYER_GEMM, HeadLora
 
 if TYPE_CHECKING:
     from ....ops.attention.latents_triton import LaunchedLora
@@ -182,11 +182,11 @@ class LoraLaunches:
 
     def add(self, gemm: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the LoRA terms of the first `num_tiles` tiles for a GEMM's projections, and those of the tail. Captured
-        steps have nothing of further inputs' GEMM: what adapters do to it runs before them, as `embed`.
+        steps have nothing of per-layer embeddings' GEMM: what adapters do to it runs before them, as `embed`.
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
-        if gemm == INPUTS_GEMM:
+        if gemm == PER_LAYER_GEMM:
             self._state.add(gemm, y, x, layer)
             return
         if True in self.scales:
@@ -206,7 +206,7 @@ class LoraLaunches:
         """Multiply with A only; return None if tiles have more than one token, or records of several adapters, or if
         adapters have vectors.
         """
-        if gemm == INPUTS_GEMM or self.terms > 1 or self.tail is not None:
+        if gemm == PER_LAYER_GEMM or self.terms > 1 or self.tail is not None:
             return None
         if self.schedule.tensor_cores or self.scales:
             return None

@@ -26,7 +26,7 @@ from ....ops.lora.vectors import scale_outputs
 from ...requests.types import BASE_LORA_INDEX, ScheduledSequence
 from ..moe.mixture_lora import MixtureLora, mixture_columns
 from ..specs.config import ModelConfig
-from .step_lora import INPUTS_GEMM, HeadLora
+from .step_lora import PER_LAYER_GEMM, HeadLora
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class LoraState:
         self._latents = [projections.columns(layer, Role.KV_UP) for layer in layers]
         self._mixture_columns = mixture_columns(projections)
         self._embedding, self._head = (self._projections.of_role(each) for each in (Role.EMBEDDING, Role.HEAD))
-        self._inputs = self._projections.of_role(Role.INPUTS)
+        self._per_layer = self._projections.of_role(Role.PER_LAYER)
         rows = [self._projections.of_role(each) for each in (Role.EMBEDDING_ROWS, Role.HEAD_ROWS)]
         self._head_rows = rows[1]
         known = [each for each in rows if each is not None]
@@ -195,8 +195,8 @@ class LoraState:
 
     def add(self, gemm: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.add`."""
-        if gemm == INPUTS_GEMM:
-            self._add_inputs(y, x)
+        if gemm == PER_LAYER_GEMM:
+            self._add_per_layer(y, x)
             return
         modules = self._gemms[gemm]
         has_vectors = bool(self.in_layers.segments.vectors)
@@ -206,8 +206,8 @@ class LoraState:
         if has_vectors:
             scale_outputs(y, self.arena, self.in_layers.segments, layer, modules)
 
-    def _add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        module = self._inputs
+    def _add_per_layer(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        module = self._per_layer
         if module is not None and any(rows.a_offset[module] >= 0 for rows in self.of_model.segments.rows):
             self.wait(0)
             sgmv(y, x, self.arena, self.of_model.segments, 0, modules=((module, 0, y.shape[1]),))

@@ -19,8 +19,8 @@ from ..moe.mixture_lora import MixtureLora
 if TYPE_CHECKING:
     from ....ops.lora.sgmv_triton import Shrunk
 
-#: The number of the model's GEMM that makes further inputs of all layers; see `StepLora.add`.
-INPUTS_GEMM = -1
+#: The number of the model's GEMM that makes per-layer embeddings; see `StepLora.add`.
+PER_LAYER_GEMM = -1
 
 #: The products that offload workers compute a part of on a GPU.
 OFFLOADED = frozenset({"qkv", "o", "gate_up", "down"})
@@ -37,7 +37,7 @@ class StepLora(Protocol):
 
     def add(self, gemm: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
         """Add the adapters' products of projections with a common input. gemm: an index in `Projections.gemm_shapes`,
-        or INPUTS_GEMM, where `layer` does not count.
+        or PER_LAYER_GEMM, where `layer` does not count.
         """
 
     def shrink(self, gemm: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:

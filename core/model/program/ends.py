@@ -13,7 +13,7 @@ from ....memory.pages.projections import Role
 from ..specs.config import ModelConfig
 from ..weights.slot import Keep
 from .layer_program import Kept
-from .op import INPUTS, STREAM, Op
+from .op import PER_LAYER, STREAM, Op
 from .ops.embed import AddPositions, Embed, EmbedMedia, PlaceImages, ScaleEmbeddings
 from .ops.linear import Gemm
 from .ops.logits import Cap, Logits, Rows, Select
@@ -31,8 +31,8 @@ class EndPrograms:
     embed: tuple[Op, ...]
     """They leave the residual stream's beginning."""
 
-    inputs: tuple[Op, ...]
-    """They make further inputs of all layers; none where layers have none."""
+    per_layer: tuple[Op, ...]
+    """They make per-layer embeddings; none where layers have none."""
 
     split: tuple[Op, ...]
     """They make several streams of the residual stream, or keep it as it is before all layers."""
@@ -55,7 +55,7 @@ class EndPrograms:
     @property
     def before(self) -> tuple[Op, ...]:
         """All before the layers, in order."""
-        return self.embed + self.inputs + self.split
+        return self.embed + self.per_layer + self.split
 
     @property
     def behind(self) -> tuple[Op, ...]:
@@ -68,7 +68,7 @@ def end_programs(config: ModelConfig) -> EndPrograms:
     final = Norm(STREAM, STATES, "norm", config.final_norm) if config.has_last_norm else Concat((STREAM,), STATES)
     return EndPrograms(
         embed=tuple(_embed(config)),
-        inputs=tuple(_inputs(config)),
+        per_layer=tuple(_per_layer(config)),
         split=config.split.ops,
         join=config.join.ops,
         kept=(Select((STREAM,), Rows.KEPT), final),
@@ -81,8 +81,8 @@ def end_programs(config: ModelConfig) -> EndPrograms:
 def _lasting(config: ModelConfig) -> dict[Kept, None]:
     """What is written before all layers, and what these leave to later ones."""
     found = [*config.split.program.lasting]
-    if (inputs := config.layer_inputs) is not None:
-        found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
+    if (spec := config.per_layer_embeddings) is not None:
+        found.append(Kept(PER_LAYER, (config.num_layers * spec.size,)))
     for program in config.programs:
         found += program.lasting
     return dict.fromkeys(found)
@@ -90,9 +90,11 @@ def _lasting(config: ModelConfig) -> dict[Kept, None]:
 
 def end_gemms(config: ModelConfig) -> list[tuple[str, str]]:
     """The slots of matrices of the ends but the head's, and the name of each one's kind."""
-    inputs = [] if config.layer_inputs is None else [("inputs", "inputs")]
+    per_layer: list[tuple[str, str]] = []
+    if config.per_layer_embeddings is not None:
+        per_layer.append((Role.PER_LAYER, Role.PER_LAYER))
     own = (slot for end in (config.split, config.join) for slot in end.slots)
-    return inputs + [(slot.name, "streams") for slot in own if slot.keep is Keep.WHOLE]
+    return per_layer + [(slot.name, "streams") for slot in own if slot.keep is Keep.WHOLE]
 
 
 def _embed(config: ModelConfig) -> list[Op]:
@@ -108,18 +110,18 @@ def _embed(config: ModelConfig) -> list[Op]:
     return found if config.vision is None else [*found, PlaceImages(STREAM, "embed")]
 
 
-def _inputs(config: ModelConfig) -> list[Op]:
+def _per_layer(config: ModelConfig) -> list[Op]:
     """`(norm(project(embedding) · hidden^-0.5) + row · size^0.5) · 2^-0.5`, of all layers at once."""
-    if (spec := config.layer_inputs) is None:
+    if (spec := config.per_layer_embeddings) is None:
         return []
     beyond = spec.vocab if spec.first_for_others else None
     return [
-        Embed("rows", "input_table", spec.size**0.5, first_from=beyond),
-        Gemm(STREAM, INPUTS, Role.INPUTS),
-        Scale(INPUTS, INPUTS, config.hidden_size**-0.5),
-        NormParts(INPUTS, INPUTS, "inputs_norm", config.norm.eps),
-        Sum(INPUTS, "rows", INPUTS),
-        Scale(INPUTS, INPUTS, 2**-0.5),
+        Embed("rows", "per_layer_table", spec.size**0.5, first_from=beyond),
+        Gemm(STREAM, PER_LAYER, Role.PER_LAYER),
+        Scale(PER_LAYER, PER_LAYER, config.hidden_size**-0.5),
+        NormParts(PER_LAYER, PER_LAYER, "per_layer_norm", config.norm.eps),
+        Sum(PER_LAYER, "rows", PER_LAYER),
+        Scale(PER_LAYER, PER_LAYER, 2**-0.5),
     ]
 
 

@@ -35,7 +35,7 @@ class LayerProgram:
 
     after: tuple[Op, ...]
     reads: tuple[Kept, ...] = ()
-    """Buffers of `before` that later ops read, besides the residual stream and further inputs."""
+    """Buffers of `before` that later ops read, besides the residual stream and per-layer embeddings."""
 
     mixed: tuple[Kept, ...] = ()
     """Buffers that the mixers write and later ops read, likewise."""

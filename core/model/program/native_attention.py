@@ -22,8 +22,8 @@ from .op import NoNativeOp
 OUTPUT_GATES = {
     None: NativeOutputGate.NONE,
     OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
-    OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
-    OutputGate.APART: NativeOutputGate.APART,
+    OutputGate.PER_HEAD: NativeOutputGate.PER_HEAD,
+    OutputGate.PER_ELEMENT: NativeOutputGate.PER_ELEMENT,
 }
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
@@ -141,10 +141,10 @@ def _both(at: LayerBinding) -> torch.Tensor:
 
 
 def _positions(mixer: AttentionSpec) -> dict[str, Any]:
-    rope, growth = mixer.rope, mixer.query_growth
+    rope, scaling = mixer.rope, mixer.log_scaling
     found: dict[str, Any] = {}
     if rope is not None:
         found |= rotation_of(rope)
-    if growth is not None:
-        found["query_factors"] = lambda at: at.tables.growths[growth]
+    if scaling is not None:
+        found["query_factors"] = lambda at: at.tables.log_scalings[scaling]
     return found

@@ -18,7 +18,7 @@ from ....ops.elementwise.float8_kv import UNSCALED, KvScales
 from ....ops.library.native_model import LayerMixture
 from ....ops.library.native_program import NativeOp
 from ..batch import AxisPositions
-from ..specs.attention import AttentionSpec, LogGrowth, QueryGrowth
+from ..specs.attention import AttentionSpec, LogScaling, TemperatureTuning
 from ..specs.layers import LayerSpec, kv_index, ropes_of
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
@@ -26,14 +26,14 @@ from ..weights.layer_weights import LayerWeights
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables by position, which layers with the same rope or growth share."""
+    """Tables by position, which layers with the same rope or log-n scaling share."""
 
     positions: int
     angles: Mapping[RopeConfig, tuple[torch.Tensor, torch.Tensor]]
     """Cosines and sines `[positions + spare, rotary_dim]` float32: of each rotated element, times the attention factor.
     """
 
-    growths: Mapping[QueryGrowth | LogGrowth, torch.Tensor]
+    log_scalings: Mapping[TemperatureTuning | LogScaling, torch.Tensor]
     """Factors of queries, `[positions]` float32."""
 
     spare: int = 0
@@ -45,11 +45,11 @@ class Tables:
     ) -> Tables:
         """Those that the layers need. factors: learned ones of frequencies; see `RopeConfig.is_learned`."""
         mixers = [layer.attention for layer in layers if layer.attention is not None]
-        growths = dict.fromkeys(mixer.query_growth for mixer in mixers if mixer.query_growth is not None)
+        scalings = dict.fromkeys(mixer.log_scaling for mixer in mixers if mixer.log_scaling is not None)
         return cls(
             positions,
             {rope: _angles(rope, positions, spare, factors) for rope in ropes_of(layers)},
-            {growth: growth.factors(positions) for growth in growths},
+            {scaling: scaling.factors(positions) for scaling in scalings},
             spare,
         )
 
@@ -58,7 +58,7 @@ class Tables:
         here, and hold until the next step. positions: of all tokens, of which those are overwritten.
         """
         count = len(axes.places)
-        if count > self.spare or self.growths:
+        if count > self.spare or self.log_scalings:
             raise RuntimeError(f"{count} tokens of a step have positions on axes, there is room for {self.spare}")
         for rope, tables in self.angles.items():
             element_axes = torch.tensor(rope.element_axes)

@@ -106,7 +106,7 @@ def _program(config: ModelConfig) -> NativeProgram:
         config.projections,
         has_ranks=of_share,
         lasting=ends.lasting,
-        before=media + ends.inputs + ends.split,
+        before=media + ends.per_layer + ends.split,
         behind=ends.join,
     )
     if not config.has_last_norm:
@@ -347,15 +347,17 @@ def _native_recurrent(
 
 
 def _native_ends(config: ModelConfig, weights: Weights, packed: PackedWeights) -> LayerWeights:
-    """What ops of the model's ends read: packed matrices and the table of further inputs as they are, everything else
-    in float32.
+    """What ops of the model's ends read: packed matrices and the table of per-layer embeddings as they are, everything
+    else in float32.
     """
     found = around_weights(config, weights, packed.add, torch.device("cpu"))
-    if config.layer_inputs is not None:
-        found["input_table"], found["inputs"], found["inputs_norm"] = weights.layer_inputs(packed.add)
+    if config.per_layer_embeddings is not None:
+        found["per_layer_table"], found[Role.PER_LAYER], found["per_layer_norm"] = weights.per_layer_embeddings(
+            packed.add
+        )
     if config.media:
         found["media"] = weights.media()
-    kept = {"input_table", "media", *(slot for slot, _ in end_gemms(config))}
+    kept = {"per_layer_table", "media", *(slot for slot, _ in end_gemms(config))}
     return LayerWeights({name: part if name in kept else part.float() for name, part in found.items()})
 
 

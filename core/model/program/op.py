@@ -28,14 +28,11 @@ EMBEDDED = "e0"
 #: The tokens that queries attend to, as the last indexer chose them `[tokens, top_k]` int32; or blocks of tokens.
 CHOSEN = "chosen"
 
-#: What a mixture of experts gives, up to the end of the next layer `[tokens, hidden]`.
-LATE = "late"
-
 #: What a router's small network begins with, for that of the next layer `[tokens, size]`.
 ROUTED = "routed"
 
-#: Further inputs of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
-INPUTS, FURTHER = "inputs", "input"
+#: Per-layer embeddings of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
+PER_LAYER, LAYER_EMBEDDING = "per_layer", "layer_embedding"
 
 
 @dataclass(frozen=True, slots=True)

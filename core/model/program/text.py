@@ -79,7 +79,7 @@ def _end_detail(op: Op, config: ModelConfig) -> str:
             assert table is not None, "the op is of a model with a table"
             return f"{table.rows:,} positions → {config.hidden_size}: {'sinusoids' if table.is_made else 'learned'}"
         case Gemm():
-            return f"{config.hidden_size} → further inputs of all layers: {op.weight}"
+            return f"{config.hidden_size} → per-layer embeddings: {op.weight}"
         case Logits():
             table = "embed_tokens" if config.tie_word_embeddings else "lm_head"
             return f"{config.hidden_size} → {op.vocab:,}{', with a bias' * bool(op.bias)}: {table}"

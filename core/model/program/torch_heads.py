@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ....ops.attention.attention import PLAIN, Scores
-from ....ops.elementwise.elementwise import HeadNorms, split_gates, split_gates_apart, split_gates_of_heads
+from ....ops.elementwise.elementwise import HeadNorms, split_gates, split_gates_per_element, split_gates_per_head
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.norms import NormSpec
 from ..weights.layer_weights import LayerWeights
@@ -20,8 +20,8 @@ from .torch_step import Bound
 #: What splits gates from queries, keys and values.
 SPLITS = {
     OutputGate.BESIDE_QUERIES: split_gates,
-    OutputGate.APART: split_gates_apart,
-    OutputGate.OF_HEADS: split_gates_of_heads,
+    OutputGate.PER_ELEMENT: split_gates_per_element,
+    OutputGate.PER_HEAD: split_gates_per_head,
 }
 
 
@@ -73,15 +73,13 @@ def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, mo
     return HeadNorms(q, k, norm.eps, ranks, attention.kv_copies)
 
 
-def query_growth(mixer: AttentionSpec, model: Bound) -> torch.Tensor | None:
-    """Factors of queries by position, `[positions, 1, 1]`, in the dtype in which they multiply; None where they do not
-    grow.
-    """
-    growth = mixer.query_growth
-    if growth is None:
+def log_scaling(mixer: AttentionSpec, model: Bound) -> torch.Tensor | None:
+    """Factors of queries by position, `[positions, 1, 1]`, in the dtype in which they multiply; None: none exist."""
+    scaling = mixer.log_scaling
+    if scaling is None:
         return None
-    dtype = model.dtype if growth.is_rounded else torch.float32
-    return growth.factors(model.max_model_len).to(model.device, dtype)[:, None, None]
+    dtype = model.dtype if scaling.is_rounded else torch.float32
+    return scaling.factors(model.max_model_len).to(model.device, dtype)[:, None, None]
 
 
 def query_weights(layer: LayerWeights, attention: AttentionSpec) -> torch.Tensor | None:

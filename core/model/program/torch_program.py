@@ -55,7 +55,7 @@ class Ends(NamedTuple):
     """The parts of `EndPrograms`."""
 
     embed: Runs
-    inputs: Runs
+    per_layer: Runs
     split: Runs
     join: Runs
     kept: Final
@@ -111,7 +111,7 @@ class TorchProgram:
 
         return Ends(
             embed=bound(ends.embed),
-            inputs=bound(ends.inputs),
+            per_layer=bound(ends.per_layer),
             split=bound(ends.split),
             join=bound(ends.join),
             kept=final(ends.kept),

@@ -50,17 +50,17 @@ class OutputGate(StrEnum):
     BESIDE_QUERIES = "beside queries"
     """q_proj gives each head a query and then a gate: Qwen3.5. So does q_b_proj over latents: A.X K2."""
 
-    APART = "apart"
+    PER_ELEMENT = "per element"
     """g_proj gives every element one: AFMoE."""
 
-    OF_HEADS = "of heads"
+    PER_HEAD = "per head"
     """g_proj gives every head one: LFM3, and Dots 3 Note over latents."""
 
 
 @dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Queries grow with their position p, by `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4,
-    Ministral 3).
+class TemperatureTuning:
+    """Attention temperature tuning: a query of position p is multiplied by
+    `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4, Ministral 3).
     """
 
     is_rounded: ClassVar[bool] = True
@@ -81,8 +81,10 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
-class LogGrowth:
-    """Queries grow with their position p, by `1 + alpha · log(max((p + 1) / floor, 1))` (Inkling)."""
+class LogScaling:
+    """Log-n attention scaling: a query of position p is multiplied by `1 + alpha · log(max((p + 1) / floor, 1))`
+    (Inkling).
+    """
 
     is_rounded: ClassVar[bool] = False
 
@@ -107,38 +109,6 @@ class RelativeSpec:
 
     extent: int
     """Learned vectors; nothing is added to scores of keys that are as far away, or farther."""
-
-
-@dataclass(frozen=True, slots=True)
-class DifferenceSpec:
-    """Differential attention (arXiv 2410.05258), as transformers' DiffLlama has it.
-
-    Head h of the first half of all heads gives
-
-        (1 - first) · norm(out_h - factor · out_(h + half))
-
-    where `factor = exp(q1 · k1) - exp(q2 · k2) + first`, of four learned vectors, and the norm has no weights. A head's
-    value is twice as wide as its key: the values of two heads, as many of them apart as half of all there are. Heads of
-    keys take these pairs in turn.
-    """
-
-    first: float
-    """The factor before training."""
-
-    key_dim: int
-    """Elements of a head's query and key; pages have `head_dim`, twice as many, of which the others are zeros."""
-
-    def factor(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The factor, by `[4 · key_dim]`: q1, k1, q2 and k2."""
-        q1, k1, q2, k2 = vectors.view(4, -1)
-        first, second = ((q * k).float().sum().exp().to(vectors.dtype) for q, k in ((q1, k1), (q2, k2)))
-        return first - second + self.first
-
-    @staticmethod
-    def pairs(kv_heads: int) -> tuple[int, ...]:
-        """The projected heads of values in the order in which heads of keys have them, two each."""
-        half = kv_heads // 2
-        return tuple(number for head in range(kv_heads) for number in (head % half, half + head % half))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +148,7 @@ class LatentSpec:
 
     def input_gate(self, gate: OutputGate | None) -> int:
         """Elements of the gates that the layer's input gives each head."""
-        return self.value_dim if gate is OutputGate.APART else int(gate is OutputGate.OF_HEADS)
+        return self.value_dim if gate is OutputGate.PER_ELEMENT else int(gate is OutputGate.PER_HEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +184,11 @@ class AttentionSpec:
     softplus_gates: bool = False
     """Gates multiply by `log(1 + e^gate)`, rather than by their sigmoids (Laguna)."""
 
-    query_growth: QueryGrowth | LogGrowth | None = None
+    log_scaling: TemperatureTuning | LogScaling | None = None
+    """Factors of queries by position; None: there are none."""
 
     relative: RelativeSpec | None = None
-    """What is added to scores, which grows as queries do; None: nothing is."""
+    """What is added to scores, with the factors of queries (`log_scaling`); None: nothing is."""
 
     sinks: bool = False
     """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""

@@ -26,7 +26,7 @@ from ..config_json import UnsupportedModel
 from ..program.layer_program import LayerProgram
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
-from .layers import LayerInputSpec, LayerSpec, MediaTokens, ResidualStreams, ropes_of
+from .layers import LayerSpec, MediaTokens, PerLayerEmbeddingSpec, ResidualStreams, ropes_of
 from .ngrams import NgramSpec
 from .norms import NormSpec
 from .positions import PositionTable
@@ -107,8 +107,8 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits l become `softcap · tanh(l / softcap)`."""
 
-    layer_inputs: LayerInputSpec | None = None
-    """Further inputs of layers; None: there are none."""
+    per_layer_embeddings: PerLayerEmbeddingSpec | None = None
+    """Per-layer embeddings; None: there are none."""
 
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
@@ -158,7 +158,7 @@ class ModelConfig:
     """Which positions of a prompt with images see each other, where images are served."""
 
     image_lookup: int | None = None
-    """The token by which further inputs of layers are looked up at images' positions; None: there are none."""
+    """The token by which per-layer embeddings are looked up at images' positions; None: there are none."""
 
     scales_image_rows: bool = False
     """Rows of images take `embedding_multiplier`, as tokens' embeddings do."""
@@ -380,7 +380,9 @@ class ModelConfig:
         """The projections that adapters may change. Of a rank's share, the head has room for the largest share."""
         return Projections(
             tuple(self.composed(layer).projections for layer in self.layers),
-            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks), self._inputs),
+            model_projections(
+                self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks), self._per_layer_size
+            ),
         )
 
     @property
@@ -391,9 +393,9 @@ class ModelConfig:
         return [each for at, first, each in every if at == first]
 
     @property
-    def _inputs(self) -> int:
-        """Width of the further inputs of all layers."""
-        return 0 if self.layer_inputs is None else self.num_layers * self.layer_inputs.size
+    def _per_layer_size(self) -> int:
+        """Width of the per-layer embeddings of all layers."""
+        return 0 if self.per_layer_embeddings is None else self.num_layers * self.per_layer_embeddings.size
 
     @cached_property
     def unit_rows(self) -> Mapping[str, UnitRows]:

@@ -1,6 +1,7 @@
 """A family of checkpoints: how its `config.json`, its tensors and its adapters' modules are read.
 
-Each family is one file in `families/`, of data and one reading function; nothing else in the program knows its name.
+Each family is a file in `families/`, of data and one reading function, or a folder that has its layers and ops, too;
+nothing else in the program knows its name.
 """
 
 from __future__ import annotations

@@ -115,4 +115,4 @@ class HeadConvSpec(RecurrentSpec):
         """See `RecurrentSpec.described`."""
         first, second = self.sizes
         heads = f"{self.num_heads} heads of {self.head_dim}, {self.num_kv_heads} of keys"
-        return f"{self.title}, over {first} and {second} tokens, with {heads}, and half of the values a token late"
+        return f"{self.title}, over {first} and {second} tokens, with {heads}, half of the values delayed by a token"

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputSpec:
-    """Each layer gates a further input of a token (see `program.ends`), behind its feed-forward part.
+class PerLayerEmbeddingSpec:
+    """Per-layer embeddings: each layer gates one of the token (see `program.ends`) after its feed-forward part.
 
-    x += norm(project(activation(gate(x)) · input))
+    x += norm(project(activation(gate(x)) · embedding))
     """
 
     size: int
-    """Width of a layer's input."""
+    """Width of a layer's embedding."""
 
     vocab: int
     """Rows of the table."""
@@ -162,11 +162,6 @@ class LayerSpec(ABC):
     @property
     def lookup(self) -> NgramSpec | None:
         """A table of n-grams, whose rows are added to the layer's streams."""
-        return None
-
-    @property
-    def late(self) -> Experts | None:
-        """A mixture whose output is added behind the next layer."""
         return None
 
     @property

@@ -24,7 +24,7 @@ class Norms(StrEnum):
     PARALLEL = "parallel"
     """`n = norm(x); x += mixer(n) + feed_forward(n)`: Cohere."""
 
-    PARALLEL_APART = "parallel, apart"
+    PARALLEL_TWO_NORMS = "parallel, two norms"
     """`x += mixer(norm(x)) + feed_forward(norm_2(x))`: GPT-NeoX."""
 
     BEHIND = "behind the additions"
@@ -41,7 +41,7 @@ class Norms(StrEnum):
 BEHIND = frozenset((Norms.BEHIND, Norms.BEHIND_MIXER))
 
 #: Those with which the feed-forward part does not read the mixer's output.
-PARALLEL = frozenset((Norms.PARALLEL, Norms.PARALLEL_APART))
+PARALLEL = frozenset((Norms.PARALLEL, Norms.PARALLEL_TWO_NORMS))
 
 
 class NormKind(StrEnum):

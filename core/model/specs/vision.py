@@ -79,7 +79,7 @@ class VisionSpec:
     `vision`."""
 
     pads_lookups: bool = False
-    """Where rows of images are, further inputs of layers are those of the padding token."""
+    """Where rows of images are, per-layer embeddings are those of the padding token."""
 
     renamed: tuple[tuple[str, str], ...] = ()
     """Beginnings of modules' names in adapters that earlier versions of transformers trained, and their names now."""

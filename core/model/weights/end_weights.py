@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....memory.pages.projections import Role
 from ..checkpoints.quantization.groups import plain
 from ..specs.config import ModelConfig
 from .kept_weights import moved_norm
@@ -47,9 +48,9 @@ def end_weights(
         found["positions"] = positions.to(device)
     if (media := weights.media()) is not None:
         found["media"] = media.to(device, dtype)
-    if config.layer_inputs is not None:
-        rows, found["inputs"], norm = weights.layer_inputs(kept)
-        found |= {"input_table": rows.to(device), "inputs_norm": moved_norm(norm, config.norm, device, dtype)}
+    if config.per_layer_embeddings is not None:
+        rows, found[Role.PER_LAYER], norm = weights.per_layer_embeddings(kept)
+        found |= {"per_layer_table": rows.to(device), "per_layer_norm": moved_norm(norm, config.norm, device, dtype)}
     return found | around_weights(config, weights, kept, device)
 
 

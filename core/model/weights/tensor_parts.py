@@ -30,9 +30,9 @@ POSITIONS, EMBED_NORM = "model.position_table.weight", "model.embed_norm.weight"
 #: Logarithms of factors of the rope's frequencies.
 ROPE_FACTORS = "model.rotary_emb.alpha"
 
-#: Of further inputs of layers.
-INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
-INPUT_NORM = "model.per_layer_projection_norm.weight"
+#: Of per-layer embeddings.
+PER_LAYER_TABLE, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
+PER_LAYER_NORM = "model.per_layer_projection_norm.weight"
 
 #: Of `MediaTokens`, by the module, which is beside the text part.
 MEDIA_ROWS, MEDIA_NORM = "{}.embedding.weight", "{}.hard_embedding_norm.weight"
@@ -70,9 +70,10 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
     shapes |= _of_positions(config)
     if config.scales_embeddings:
         shapes |= dict.fromkeys(EMBED_SCALES, (hidden,))
-    if (inputs := config.layer_inputs) is not None:
-        width = config.num_layers * inputs.size
-        shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
+    if (spec := config.per_layer_embeddings) is not None:
+        width = config.num_layers * spec.size
+        shapes |= {PER_LAYER_TABLE: (spec.vocab, width), PER_LAYER_PROJECTION: (width, hidden)}
+        shapes[PER_LAYER_NORM] = (spec.size,)
     shapes |= _around_layers(config)
     for media in config.media:
         shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
@@ -122,7 +123,7 @@ def quantised_parts(config: ModelConfig) -> set[str]:
 def whole_matrices(config: ModelConfig) -> list[str]:
     """Matrices of no layer that are quantised where a checkpoint stores them so."""
     own = (slot for slot in end_slots(config) if slot.keep is Keep.WHOLE)
-    return [INPUT_PROJECTION, *(MODEL + part.path for slot in own for part in slot.tensors)]
+    return [PER_LAYER_PROJECTION, *(MODEL + part.path for slot in own for part in slot.tensors)]
 
 
 def bias_of(weight: str) -> str:

@@ -33,9 +33,6 @@ from .tensor_parts import (
     EMBED,
     EMBED_NORM,
     EMBED_SCALES,
-    INPUT_NORM,
-    INPUT_PROJECTION,
-    INPUT_TABLE,
     LAYER,
     LM_HEAD,
     LM_HEAD_BIAS,
@@ -44,6 +41,9 @@ from .tensor_parts import (
     MEDIA_ROWS,
     MODEL,
     NORM,
+    PER_LAYER_NORM,
+    PER_LAYER_PROJECTION,
+    PER_LAYER_TABLE,
     POSITIONS,
     ROPE_FACTORS,
     bias_of,
@@ -115,9 +115,9 @@ class Weights(ABC):
         for i in range(self._config.num_layers):
             yield self._layer(i, pack, pack_expert)
 
-    def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """The table, the projection and the norm of further inputs, for a model whose layers have them."""
-        return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
+    def per_layer_embeddings(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """The table, the projection and the norm of per-layer embeddings, for a model whose layers have them."""
+        return self._read(PER_LAYER_TABLE), self._whole(PER_LAYER_PROJECTION, pack), self._norm(PER_LAYER_NORM)
 
     def position_table(self) -> torch.Tensor | None:
         """Position embeddings `[positions, hidden]`, from position 0 on; None: the model has none."""

@@ -206,11 +206,11 @@ class Attention {
         for (int h = first; h < first + count; h++) switch (w.output_gate) {
                 case kNoGate: return;
                 case kBesideQueries: each(y + (2 * h + 1) * n, h); break;
-                case kOfHeads:
+                case kPerHead:
                     if (w.softplus_gates) apply_softplus_of_all(behind[h], n, out + h * n);
                     else apply_gate_of_all(behind[h], n, out + h * n);
                     break;
-                case kApart: each(behind + h * n, h);
+                case kPerElement: each(behind + h * n, h);
             }
     }
 

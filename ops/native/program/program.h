@@ -53,7 +53,7 @@ enum class OpKind : int32_t {
     kRotate,  // RotateOp
     kKeepIndex,  // KeepIndexOp
     kGate,  // GateOp
-    kGrow,  // GrowOp
+    kLogScaleHeads,  // LogScaleHeadsOp
     kProduct,  // ProductOp
     kStreams,  // StreamsOp
     kConnect,  // ConnectOp
@@ -101,7 +101,7 @@ enum HeadNorm : int32_t { kEachHead, kAllHeads, kOwnHeads, kBiasedHeads };
 
 // Where the gates of attention's output are: nowhere, behind each head's query, or behind queries, keys and values, one of each
 // head or of each element.
-enum OutputGate : int32_t { kNoGate, kBesideQueries, kOfHeads, kApart };
+enum OutputGate : int32_t { kNoGate, kBesideQueries, kPerHead, kPerElement };
 
 // Heads of a layer's attention: of queries, of keys and of values, and elements of each.
 struct Heads {
@@ -201,7 +201,7 @@ struct GateOp {
 };
 
 // Heads of `width` elements in out = those in columns of x, each times scale · log(position + 1) + bias.
-struct GrowOp {
+struct LogScaleHeadsOp {
     int32_t x, column, heads, width, out;
     const float* weight;  // [2, heads]: scales, then biases
 };

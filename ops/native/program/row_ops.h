@@ -34,7 +34,7 @@ class RowOps {
             case OpKind::kRotate: return rotate(step, arguments_of<RotateOp>(op), token);
             case OpKind::kKeepIndex: return keep_index(step, arguments_of<KeepIndexOp>(op), token);
             case OpKind::kGate: return gate_rows(arguments_of<GateOp>(op), token);
-            case OpKind::kGrow: return grow_heads(step, arguments_of<GrowOp>(op), token);
+            case OpKind::kLogScaleHeads: return log_scale_heads(step, arguments_of<LogScaleHeadsOp>(op), token);
             case OpKind::kProduct: return product(arguments_of<ProductOp>(op), token);
             case OpKind::kStreams: return streams(arguments_of<StreamsOp>(op), token);
             case OpKind::kConnect: return connect(arguments_of<ConnectOp>(op), token);
@@ -165,7 +165,7 @@ class RowOps {
         });
     }
 
-    void grow_heads(const StepDesc& step, const GrowOp& op, int token) {
+    void log_scale_heads(const StepDesc& step, const LogScaleHeadsOp& op, int token) {
         const float* x = row(op.x, token) + op.column;
         const float logarithm = std::log((float)(step.positions[token] + 1));
         write(op.out, token, [&](auto* to) {

@@ -1,4 +1,4 @@
-"""ZAYA, with convolved queries and keys, late values and routers that go over layers: names, products, refusals. For
+"""ZAYA, with convolved queries and keys, delayed values and routers that go over layers: names, products, refusals. For
 paths, see `paths`.
 """
 
@@ -9,10 +9,9 @@ import torch
 
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.decoder import GemmUse
-from chorus.core.model.families.zaya.ops import CarryRouted
+from chorus.core.model.families.zaya.ops import AddScaled, CarryRouted
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops.moe import Moe
-from chorus.core.model.program.ops.residual import AddScaled
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chorus.core.model.families.diffllama.ops import DifferenceSpec
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.specs.attention import DifferenceSpec
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
 

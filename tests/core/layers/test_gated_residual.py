@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.model.program.ops.residual import gate_factors
+from chorus.core.model.families.muse.ops import gate_factors
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard

@@ -1,4 +1,4 @@
-"""Inkling's attention: learned numbers of distances, growth of queries, layers with windows of other heads."""
+"""Inkling's attention: learned numbers of distances, log-n scaling of queries, layers with windows of other heads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.model.program.ops.attend import Attend, TakeRelative
+from chorus.core.model.families.inkling.ops import TakeRelative
+from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.heads import Heads
 from chorus.core.model.program.text import program_lines
-from chorus.core.model.program.torch_heads import query_growth
+from chorus.core.model.program.torch_heads import log_scaling
 from chorus.core.model.program.torch_step import OpContext
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.specs.attention import LogGrowth, QueryGrowth, RelativeSpec
+from chorus.core.model.specs.attention import LogScaling, RelativeSpec, TemperatureTuning
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
 
@@ -33,8 +34,8 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_growth_is_transformers_own():
-    found = LogGrowth(0.4, 12).factors(40)
+def test_log_scaling_is_transformers_own():
+    found = LogScaling(0.4, 12).factors(40)
     places = torch.arange(40)
     assert torch.equal(found, 1.0 + 0.4 * torch.log(((places + 1).float() / 12).clamp(min=1.0)))
     assert (found[:12] == 1).all()
@@ -47,7 +48,7 @@ def test_layers_as_transformers_has_them(model):
     assert (sliding.num_heads, sliding.num_kv_heads, sliding.head_dim, sliding.window) == (6, 2, 24, 20)
     assert (whole.num_heads, whole.num_kv_heads, whole.head_dim, whole.window) == (4, 2, 16, None)
     assert (sliding.relative, whole.relative) == (RelativeSpec(6, 20), RelativeSpec(6, 24))
-    assert (sliding.query_growth, whole.query_growth) == (None, LogGrowth(0.4, 12))
+    assert (sliding.log_scaling, whole.log_scaling) == (None, LogScaling(0.4, 12))
     assert (sliding.form, whole.form) == ("sliding", "")
     assert whole.scale == 1 / 16
     assert whole.rope is None
@@ -87,12 +88,12 @@ def test_factors_of_queries_are_not_rounded(model):
     """transformers multiplies in float32, and rounds once."""
     mixer = read_model_config(model).layers[1].attention
     bound = SimpleNamespace(max_model_len=40, device=torch.device("cpu"), dtype=torch.bfloat16)
-    factors = LogGrowth(0.4, 12).factors(40)
-    found = query_growth(mixer, bound)
+    factors = LogScaling(0.4, 12).factors(40)
+    found = log_scaling(mixer, bound)
     assert found is not None
     assert torch.equal(found[:, 0, 0], factors)
-    own = replace(mixer, query_growth=QueryGrowth(0.1, 8))
-    assert query_growth(own, bound).dtype == torch.bfloat16, "others round them, as transformers does"
+    own = replace(mixer, log_scaling=TemperatureTuning(0.1, 8))
+    assert log_scaling(own, bound).dtype == torch.bfloat16, "others round them, as transformers does"
     step = SimpleNamespace(
         names={"r": torch.randn(40, 24).bfloat16()}, batch=SimpleNamespace(positions=torch.arange(40))
     )

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from chorus.core.model.families.mistral_large_4.ops import LogScaleHeads
 from chorus.core.model.program.native_decoder import why_unsupported
-from chorus.core.model.program.ops.heads import GrowHeads
 from chorus.core.model.program.ops.indexers import Index
 from chorus.core.model.program.ops.latents import Latents
 from chorus.core.model.program.text import program_lines
@@ -103,10 +103,10 @@ def test_frequencies_have_learned_factors(model):
 def test_queries_grow_with_their_position():
     weight, step = torch.tensor([0.5, 0.0, 1.0, 2.0]), Step(batch_of_parts(), [], {"q": torch.ones(2, 6)})
     step.batch.positions = torch.tensor([0, 1])
-    step.layers = [{"growth": weight}]
-    GrowHeads("q", "q", 2, "growth").torch(OpContext(0, {}, None))(step)
-    grown = 1 + 0.5 * torch.log(torch.tensor(2.0))
-    assert torch.allclose(step.names["q"], torch.tensor([[1.0] * 3 + [2.0] * 3, [float(grown)] * 3 + [2.0] * 3]))
+    step.layers = [{"log_scaling": weight}]
+    LogScaleHeads("q", "q", 2, "log_scaling").torch(OpContext(0, {}, None))(step)
+    factor = 1 + 0.5 * torch.log(torch.tensor(2.0))
+    assert torch.allclose(step.names["q"], torch.tensor([[1.0] * 3 + [2.0] * 3, [float(factor)] * 3 + [2.0] * 3]))
 
 
 def test_ranks_share_heads_and_have_the_indexer(model):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.model.families.inkling.ops import ConvolveStream
 from chorus.core.model.paged_states import StatePages, layers_with_states
 from chorus.core.model.program.ops.attend import Attend
-from chorus.core.model.program.ops.mix import ConvolveStream
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.pages.states import StateLayout, StateShape
 from chorus.ops.mixers.conv_place import ConvPlace

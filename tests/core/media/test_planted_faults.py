@@ -1,7 +1,7 @@
 """Faults that give plausible rows of the wrong image, adapter or setting: each changes tokens, or ends the request.
 
 Others are in the tests of what they are about: grids, shifts and additions in `test_mrope.py`, masks of blocks and
-further inputs of layers in `test_image_blocks.py`, numbers of tiles in `test_seeing_families.py`.
+per-layer embeddings in `test_image_blocks.py`, numbers of tiles in `test_seeing_families.py`.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ WITH_VECTORS = ("dora", "lora-bias", "alora-lora-bias")
 #: (form, group) → why it is refused.
 REFUSED: dict[tuple[str, str], str] = {
     **dict.fromkeys(product(WITH_VECTORS, SHARED), "a part of a mixture of experts, where plain LoRA alone is served"),
-    **dict.fromkeys(product(WITH_VECTORS, [Role.INPUTS]), "on a module other than a projection of a layer"),
+    **dict.fromkeys(product(WITH_VECTORS, [Role.PER_LAYER]), "on a module other than a projection of a layer"),
     **dict.fromkeys(product(["alora", "alora-lora-bias"], [Role.KV_UP]), "which makes keys and values of the tokens"),
 }
 

@@ -192,7 +192,7 @@ def test_scores_fall_by_slopes_with_the_distance(rows, window, softcap, at_once,
 
 def test_attention_without_slopes_refuses_them():
     class Other(PagedAttention):
-        takes_slopes = False
+        supports_slopes = False
 
     with pytest.raises(NotImplementedError, match="Other has no slopes of ALiBi; use attention torch"):
         Step(0, [(1, 3)]).run(Other(HeadShape(4, 2, 8, 4)), slopes=torch.zeros(4))
@@ -200,7 +200,7 @@ def test_attention_without_slopes_refuses_them():
 
 def test_attention_without_sinks_refuses_them():
     class Other(PagedAttention):
-        takes_sinks = False
+        supports_sinks = False
 
     with pytest.raises(NotImplementedError, match="Other has no attention sinks; use attention triton or torch"):
         Step(0, [(1, 3)]).run(Other(HeadShape(4, 2, 8, 4)), sinks=torch.zeros(4))

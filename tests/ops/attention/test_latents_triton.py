@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chorus.ops.attention.latents import AbsorbedLora, absorbed, expanded
-from chorus.ops.attention.latents_schedule import takes_heads
+from chorus.ops.attention.latents_schedule import supports_heads
 from chorus.ops.lora.sgmv import AdapterRows, Segments
 from chorus.ops.lora.sgmv_tables import SgmvTables, TableSizes
 
@@ -112,7 +112,7 @@ def test_compiles_for_a_gpu_that_is_not_there():
 
 
 def test_heads_begin_where_loads_may():
-    assert takes_heads(128, 128, 2)
-    assert takes_heads(16, 24, 4)
-    assert not takes_heads(12, 8, 2)
-    assert not takes_heads(8, 12, 2)
+    assert supports_heads(128, 128, 2)
+    assert supports_heads(16, 24, 4)
+    assert not supports_heads(12, 8, 2)
+    assert not supports_heads(8, 12, 2)

@@ -80,8 +80,8 @@ def test_other_attention_refuses_it(drawn):
     pytest.importorskip("triton")
     from chorus.ops.attention.attention_triton import TritonDecodeAttention, TritonRaggedAttention
 
-    assert not TritonDecodeAttention.takes_relative
-    assert not TritonRaggedAttention.takes_relative
+    assert not TritonDecodeAttention.supports_relative
+    assert not TritonRaggedAttention.supports_relative
     scores, device = (Scores(has_relative=True),), torch.device("cuda")
     assert "no relative attention" in str(triton_obstacle(2, 64, torch.bfloat16, device, scores))
     assert "relative attention" in str(flashinfer_obstacle(2, 64, torch.bfloat16, device, scores))

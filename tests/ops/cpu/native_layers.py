@@ -481,7 +481,7 @@ class _Layer:
             case Norms.PARALLEL:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(n)
-            case Norms.PARALLEL_APART:
+            case Norms.PARALLEL_TWO_NORMS:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(self.norm(x, weights.mlp_norm))
             case Norms.BEHIND:
@@ -509,8 +509,8 @@ class _Layer:
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self.spec.mixer, self.weights
-        apart = spec.output_gate in (OutputGate.APART, OutputGate.OF_HEADS)
-        names = [*LLAMA[: 2 if spec.keys_are_values else 3], *["g_proj"] * apart]
+        separate = spec.output_gate in (OutputGate.PER_ELEMENT, OutputGate.PER_HEAD)
+        names = [*LLAMA[: 2 if spec.keys_are_values else 3], *["g_proj"] * separate]
         qkv = self.project(x, weights.qkv, weights.qkv_bias, names)
         qkv = qkv if spec.clip is None else qkv.clamp(-spec.clip, spec.clip)
         values = 0 if spec.keys_are_values else spec.kv_size
@@ -519,7 +519,7 @@ class _Layer:
         v = k if spec.keys_are_values else v
         if spec.output_gate is OutputGate.BESIDE_QUERIES:
             q, gates = (each.flatten(1) for each in q.unflatten(-1, (-1, 2, spec.head_dim)).unbind(2))
-        if spec.output_gate is OutputGate.OF_HEADS:
+        if spec.output_gate is OutputGate.PER_HEAD:
             gates = gates.repeat_interleave(spec.head_dim, -1)
         if spec.head_norm is HeadNorm.ALL:
             q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)

@@ -58,9 +58,9 @@ KINDS = {
     "Granite SWA": Kind(sinks=True, window=16, alternating=True),
     "Hunyuan": Kind(head_norm=HeadNorm.ROTATED, biased=True),
     "Command R+": Kind(norms=Norms.PARALLEL, norm_kind=NormKind.LAYER, head_norm=HeadNorm.OWN, interleaved=True),
-    "AFMoE": Kind(norms=Norms.AROUND, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART),
+    "AFMoE": Kind(norms=Norms.AROUND, head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_ELEMENT),
     "gates between queries": Kind(head_norm=HeadNorm.ALL, output_gate=OutputGate.BESIDE_QUERIES),
-    "LFM3": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.OF_HEADS),
+    "LFM3": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_HEAD),
     "Llama 4": Kind(head_norm=HeadNorm.BARE, window=16, chunked=True, alternating=True, interleaved=True),
     "nanochat": Kind(head_norm=HeadNorm.BARE, embedding_norm=True, logits_softcap=3.0),
     "BLOOM": Kind(
@@ -81,8 +81,10 @@ KINDS = {
         rotated=0.5,
         activation=UngatedActivation.RELU_SQUARED,
     ),
-    "Laguna": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.OF_HEADS, softplus_gates=True, window=16),
-    "GPT-NeoX": Kind(norms=Norms.PARALLEL_APART, norm_kind=NormKind.BIASED_LAYER, activation=UngatedActivation.GELU),
+    "Laguna": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_HEAD, softplus_gates=True, window=16),
+    "GPT-NeoX": Kind(
+        norms=Norms.PARALLEL_TWO_NORMS, norm_kind=NormKind.BIASED_LAYER, activation=UngatedActivation.GELU
+    ),
     "Phi-2": Kind(norms=Norms.PARALLEL, norm_kind=NormKind.BIASED_LAYER, head_biased=True, biased=True, rotated=0.5),
     "Gemma 4": Kind(
         norms=Norms.AROUND, head_norm=HeadNorm.EACH, value_norm=True, keys_are_values=True, scaled=True, window=16

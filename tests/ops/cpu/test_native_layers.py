@@ -96,7 +96,7 @@ SINGLE = {
     "norm of all heads between gates": {"output_gate": OutputGate.BESIDE_QUERIES, "head_norm": HeadNorm.ALL},
     "chunks": {"window": 16, "chunked": True, "alternating": True},
     "chunks that begin within sixteen keys": {"window": 10, "chunked": True, "sinks": True},
-    "norms of parallel parts": {"norms": Norms.PARALLEL_APART},
+    "norms of parallel parts": {"norms": Norms.PARALLEL_TWO_NORMS},
     "norm of embeddings": {"embedding_norm": True},
     "positions": {"position_table": PositionTable(256), "embedding_multiplier": 3.0},
     "ReLU": {"activation": UngatedActivation.RELU, "ffn": 96},

@@ -176,7 +176,7 @@ class Convolved(Layer):
 
 @pytest.fixture(
     scope="module",
-    params=["conv", "conv-biased", "mamba", "mamba-groups", "heads", "units", "convolved", "convolved-late"],
+    params=["conv", "conv-biased", "mamba", "mamba-groups", "heads", "units", "convolved", "convolved-delayed"],
 )
 def layer(request) -> Layer:
     return {
@@ -187,7 +187,7 @@ def layer(request) -> Layer:
         "heads": Heads,
         "units": Units,
         "convolved": lambda: Convolved(2, 3),
-        "convolved-late": lambda: Convolved(1, 1),
+        "convolved-delayed": lambda: Convolved(1, 1),
     }[request.param]()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.core.model.specs.stream_convs import StreamConvSpec
+from chorus.core.model.families.inkling.stream_convs import StreamConvSpec
 from chorus.ops.mixers.conv_place import ConvPlace
 from chorus.ops.mixers.recurrent import RecurrentState
 from chorus.ops.mixers.stream_convs import StreamConvWeights

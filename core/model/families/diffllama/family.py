@@ -9,13 +9,13 @@ import math
 from dataclasses import replace
 
 from ...config_json import ConfigJson
-from ...specs.attention import DifferenceSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.tensor_names import LLAMA_TENSORS
 from .. import reading, rotary
 from ..defaults import TOKENS, Defaults
 from .layer import DiffLlamaLayer
+from .ops import DifferenceSpec
 
 
 def _read(fields: ConfigJson) -> ModelConfig:

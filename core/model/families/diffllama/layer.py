@@ -11,9 +11,10 @@ from ...compose.attention import attend, heads, heads_in, project
 from ...compose.build import Build, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...program.op import View
-from ...program.ops.heads import ResizeHeads, SubtractHeads
-from ...specs.attention import AttentionSpec, DifferenceSpec
+from ...program.ops.heads import ResizeHeads
+from ...specs.attention import AttentionSpec
 from ...weights.slot import SlotTensor
+from .ops import DifferenceSpec, SubtractHeads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ def _mixer(fields: ConfigJson, kind: str, types: list[str]) -> AttentionSpec:
     assert sizes is not None, "`latent.attention` gives them"
     return replace(
         own,
-        output_gate=OutputGate.OF_HEADS,
+        output_gate=OutputGate.PER_HEAD,
         form=form,
         latent=replace(
             sizes,

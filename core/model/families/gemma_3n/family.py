@@ -14,7 +14,7 @@ from ...specs.attention import AttentionSpec, HeadNorm
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import GatedSpec
-from ...specs.layers import LayerInputSpec, MediaTokens
+from ...specs.layers import MediaTokens, PerLayerEmbeddingSpec
 from ...specs.norms import Norms
 from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from .. import gemma_3, reading, rotary
@@ -32,7 +32,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     first_shared, window = gemma_4.first_shared_layer(fields, types), reading.checked_window(fields, types)
     ropes = rotary.ropes_by_type(fields, gemma_3.THETAS)
     heads, bias, streams = reading.heads(fields), fields.boolean("attention_bias"), _streams(fields)
-    inputs = LayerInputSpec(
+    per_layer = PerLayerEmbeddingSpec(
         fields.integer("hidden_size_per_layer_input"),
         fields.integer("vocab_size_per_layer_input"),
         first_for_others=True,
@@ -53,7 +53,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             ),
             feed_forward,
             Norms.AROUND,
-            input_size=inputs.size,
+            per_layer_size=per_layer.size,
             altup=streams,
             sparsity=sparsity,
         )
@@ -65,7 +65,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         reading.rms_norm(fields, wide=True),
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
-        layer_inputs=inputs,
+        per_layer_embeddings=per_layer,
     )
     return gemma_4.without_unused_keys(config, tensors, first_shared)
 

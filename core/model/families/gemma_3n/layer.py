@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...compose.build import Build, Proj, Value
 from ...compose.decoder_layer import DecoderLayer
-from ...compose.parts import activated, down, gate_up, own_input
+from ...compose.parts import activated, down, gate_up, per_layer_part
 from ...program.op import STREAMS
 from ...program.ops.gates import SparseGates
 from ...program.ops.residual import Add
@@ -44,7 +44,7 @@ class AltUpSpec:
     """
 
     scaled: bool = True
-    """The active stream is multiplied by learned numbers where it gates the layer's further input."""
+    """The active stream is multiplied by learned numbers where it gates the layer's embedding."""
 
     def num_weights(self, hidden: int, layers: int) -> int:
         """Weights of the model's own matrices."""
@@ -63,14 +63,14 @@ class Gemma3nLayer(DecoderLayer):
         o += norm(feed_forward(norm(o)))
         s += (1 + correction(o)) ⊗ (o - p)
 
-    The layer's own input then adds to all streams but the first. p and n are made again behind the mixer, so that only
+    The layer's embedding then adds to all streams but the first. p and n are made again behind the mixer, so that only
     the streams live across it.
     """
 
     altup: AltUpSpec
 
-    input_size: int
-    """See `LayerInputSpec.size`."""
+    per_layer_size: int
+    """See `PerLayerEmbeddingSpec.size`."""
 
     sparsity: float = 0.0
     """Share of a token's gates that become 0 if they are normally distributed: those below the cutoff of that share,
@@ -113,7 +113,7 @@ class Gemma3nLayer(DecoderLayer):
         b.vector("stream_scale", "altup.correct_output_scale", b.hidden, Keep.PLAIN if own.scaled else Keep.UNUSED)
         if own.scaled:
             p = b.put(Scale(p, p, weight="stream_scale"), b.hidden)
-        b.put(AddToOthers(own_input(b, self, self.input_size, p)))
+        b.put(AddToOthers(per_layer_part(b, self, self.per_layer_size, p)))
 
     def dense_part(self, b: Build, spec: GatedSpec | UngatedSpec, rows: Value) -> Value:
         """See `DecoderLayer.part`."""

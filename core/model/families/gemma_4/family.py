@@ -14,7 +14,7 @@ from ...specs.attention import AttentionSpec, HeadNorm
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, Routing
-from ...specs.layers import LayerInputSpec
+from ...specs.layers import PerLayerEmbeddingSpec
 from ...specs.norms import Norms
 from ...specs.rope_config import RopeConfig
 from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
@@ -43,8 +43,8 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
     bias, keys_are_values = fields.boolean("attention_bias"), fields.boolean("attention_k_eq_v")
-    inputs = _inputs(fields)
-    if inputs is None and first_shared < len(types):
+    per_layer = _per_layer_embeddings(fields)
+    if per_layer is None and first_shared < len(types):
         raise fields.refuse(
             "num_kv_shared_layers", "transformers fails for such layers if hidden_size_per_layer_input is 0"
         )
@@ -69,7 +69,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             ),
             wide if index >= first_shared else feed_forward,
             Norms.AROUND,
-            input_size=0 if inputs is None else inputs.size,
+            per_layer_size=0 if per_layer is None else per_layer.size,
             beside=experts,
         )
         for index, (seen, shape) in enumerate(zip(types, shapes, strict=True))
@@ -80,7 +80,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         reading.rms_norm(fields, wide=True),
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
-        layer_inputs=inputs,
+        per_layer_embeddings=per_layer,
     )
     return without_unused_keys(config, tensors, first_shared)
 
@@ -106,13 +106,13 @@ def first_shared_layer(fields: ConfigJson, types: list[str]) -> int:
     return first
 
 
-def _inputs(fields: ConfigJson) -> LayerInputSpec | None:
+def _per_layer_embeddings(fields: ConfigJson) -> PerLayerEmbeddingSpec | None:
     size, vocab = fields.integer("hidden_size_per_layer_input", least=0), fields.integer("vocab_size_per_layer_input")
     if not size:
         return None
     if vocab < fields.integer("vocab_size"):
         raise fields.refuse("vocab_size_per_layer_input", "every token of vocab_size needs a row")
-    return LayerInputSpec(size, vocab)
+    return PerLayerEmbeddingSpec(size, vocab)
 
 
 def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:

@@ -12,7 +12,7 @@ from typing import Any
 from ...compose.build import Build, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.mixtures import mixture
-from ...compose.parts import own_input
+from ...compose.parts import per_layer_part
 from ...program.ops.norm import Norm
 from ...program.ops.rows import Scale
 from ...specs.feed_forward import Experts
@@ -23,8 +23,8 @@ from ...weights.slot import SlotTensor
 class Gemma4Layer(DecoderLayer):
     """The residual stream is multiplied by a learned number behind the layer."""
 
-    input_size: int = 0
-    """See `LayerInputSpec.size`; 0: the layer has no input of its own."""
+    per_layer_size: int = 0
+    """See `PerLayerEmbeddingSpec.size`; 0: the layer has none."""
 
     beside: Experts | None = None
     """A mixture of experts beside the dense part. It reads the residual stream r through a norm of its own, its router
@@ -57,8 +57,8 @@ class Gemma4Layer(DecoderLayer):
 
     def end(self, b: Build) -> None:
         """See `DecoderLayer.end`."""
-        if self.input_size:
-            b.add(own_input(b, self, self.input_size, b.x))
+        if self.per_layer_size:
+            b.add(per_layer_part(b, self, self.per_layer_size, b.x))
         scalar = b.weight("scalar", SlotTensor("layer_scalar", (1,)))
         b.put(Scale(b.x, b.x, weight=scalar, in_place=True), b.hidden)
         super().end(b)

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config_json import ConfigJson
-from ...specs.attention import AttentionSpec, HeadNorm, LogGrowth, RelativeSpec
+from ...specs.attention import AttentionSpec, HeadNorm, LogScaling, RelativeSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, GatedSpec, Routing, Scoring
-from ...specs.stream_convs import StreamConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading
 from ..defaults import TOKENS, Defaults
 from .experts import SinkExperts
 from .layer import InklingLayer
+from .stream_convs import StreamConvSpec
 
 #: Types of layers without a window, and with one.
 _WHOLE, _SLIDING = "hybrid", "hybrid_sliding"
@@ -79,7 +79,7 @@ def _mixers(fields: ConfigJson) -> Iterator[tuple[AttentionSpec, StreamConvSpec]
     heads = {kind: _heads_of(fields, _OF_HEADS[kind]) for kind in _OF_HEADS if kind in types}
     forms = [(each.num_kv_heads, each.head_dim) for each in heads.values()]
     floor, taps = fields.optional("log_scaling_n_floor"), fields.integer("conv_kernel_size", least=2)
-    growth = None if floor is None else LogGrowth(fields.number("log_scaling_alpha"), floor)
+    scaling = None if floor is None else LogScaling(fields.number("log_scaling_alpha"), floor)
     mixers: dict[str, AttentionSpec] = {}
     for kind, each in heads.items():
         window = fields.integer("sliding_window") if kind == _SLIDING else None
@@ -89,7 +89,7 @@ def _mixers(fields: ConfigJson) -> Iterator[tuple[AttentionSpec, StreamConvSpec]
             rope=None,
             window=window,
             head_norm=HeadNorm.EACH,
-            query_growth=None if window else growth,
+            log_scaling=None if window else scaling,
             relative=RelativeSpec(fields.integer("d_rel"), window or fields.integer("rel_extent")),
             form="sliding" if window and each != heads.get(_WHOLE, each) else "",
         )

@@ -18,15 +18,13 @@ from ...compose.mixers import mixer_weights
 from ...compose.mixtures import listed_experts, mixture_weights, projections_of, small
 from ...compose.parts import dense
 from ...program.op import Read, View
-from ...program.ops.attend import TakeRelative
-from ...program.ops.mix import ConvolveStream
 from ...program.ops.rows import Scale
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, GatedSpec, UngatedSpec
-from ...specs.stream_convs import StreamConvSpec
 from ...weights.slot import Keep, SlotTensor, weight_tensor
 from .experts import SinkExperts
-from .ops import MoeWithSinks
+from .ops import ConvolveStream, MoeWithSinks, TakeRelative
+from .stream_convs import StreamConvSpec
 
 #: The router's rows of sinks.
 _SINK_ROUTER = "mlp.sink_gate.weight"

@@ -1,7 +1,7 @@
 """LongCat-Flash. A checkpoint's layer is two layers here, each of latent attention and a dense part. The first also has
 a mixture of experts, whose output is added after the second. Some experts return their input.
 
-Tests: tests/core/layers/test_late_mixtures.py, tests/core/test_families.py
+Tests: tests/core/layers/test_shortcut_experts.py, tests/core/test_families.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""LongCat-Flash: a mixture beside one layer's dense part is added behind the next layer, and some of its experts are
-idle.
+"""LongCat-Flash: experts with a shortcut connection, whose output is added after the next layer; some give their input
+back.
 
-Tests: tests/core/layers/test_late_mixtures.py
+Tests: tests/core/layers/test_shortcut_experts.py
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from ...compose.build import Build, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.latents import attended, latent_of, latent_queries, parts_of, take_gates
 from ...compose.mixtures import mixture
-from ...program.op import LATE
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts
+
+#: The output of shortcut-connected experts `[tokens, hidden]`, until the end of the next layer.
+SHORTCUT = "shortcut"
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,16 @@ class LongCatExperts(Experts):
 
 @dataclass(frozen=True, kw_only=True)
 class LongCatLayer(DecoderLayer):
-    """A mixture beside it reads what the dense part reads, and is added behind the next layer."""
+    """Shortcut-connected experts (ScMoE, arXiv 2404.05019) read what the dense part reads. Their output is added after
+    the next layer.
+    """
 
     shortcut: Experts | None = None
-    """This mixture; None: it has none, and is such a next layer."""
+    """These experts; None: the layer has none, and is such a next layer."""
 
     @property
     def experts(self) -> Experts | None:
         """See `LayerSpec.experts`."""
-        return self.shortcut
-
-    @property
-    def late(self) -> Experts | None:
-        """See `LayerSpec.late`."""
         return self.shortcut
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
@@ -71,11 +70,11 @@ class LongCatLayer(DecoderLayer):
     def part(self, b: Build, rows: Value) -> Value:
         """See `DecoderLayer.part`."""
         if self.shortcut is not None:
-            mixture(b, self.shortcut, rows, b.lasting(LATE, b.hidden))
+            mixture(b, self.shortcut, rows, b.lasting(SHORTCUT, b.hidden))
         return super().part(b, rows)
 
     def end(self, b: Build) -> None:
         """See `DecoderLayer.end`."""
         if self.shortcut is None:
-            b.add(Value(LATE, b.hidden))
+            b.add(Value(SHORTCUT, b.hidden))
         super().end(b)

@@ -1,5 +1,5 @@
 """Mistral Large 4: sparse attention over latents of keys and values alone. Frequencies of the rope have learned
-factors, queries grow with their position by learned numbers, some layers have no rope, and some the latents of an
+factors, queries have log-n scaling with learned numbers, some layers have no rope, and some the latents of an
 earlier one.
 
 Tests: tests/core/layers/test_shared_latents.py, tests/core/test_text_parts.py

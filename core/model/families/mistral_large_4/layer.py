@@ -1,4 +1,4 @@
-"""Mistral Large 4: latent attention whose queries, and its indexer's, grow with their positions.
+"""Mistral Large 4: latent attention with log-n scaling of its queries and its indexer's.
 
 Tests: tests/core/test_text_parts.py, tests/core/model/program/test_golden.py
 """
@@ -11,19 +11,19 @@ from ...compose.build import Build, Proj, Value, width_of
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.latents import attended, latent_of, normed_latent, parts_of, put_index, queries_of, take_gates
 from ...program.op import Read
-from ...program.ops.heads import GrowHeads
 from ...specs.attention import AttentionSpec
 from ...specs.indexer import IndexerSpec
 from ...specs.norms import NormKind, NormSpec
 from ...weights.slot import SlotTensor
+from .ops import LogScaleHeads
 
 _INDEX = "self_attn.indexer"
 
 
 @dataclass(frozen=True)
 class MistralLarge4Layer(DecoderLayer):
-    """Queries grow with their position p, by `scale · log(p + 1) + bias`, learned numbers of each head. The indexer's
-    queries are made of the layer's input, by a norm of their own.
+    """Queries of position p are multiplied by `scale · log(p + 1) + bias`, learned numbers of each head (scalable
+    softmax, arXiv 2501.19399). The indexer's queries are made of the layer's input, by a norm of their own.
     """
 
     def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
@@ -32,9 +32,9 @@ class MistralLarge4Layer(DecoderLayer):
         ih = None if index is None else self._index_queries(b, index, n)
         queries = queries_of(b, a, normed_latent(b, latent, own.queries)) if latent.q_rank else own.queries
         if index is not None and ih is not None:
-            put_index(b, a, index, _grown(b, ih, "ih", index.heads, "index_growth", _INDEX), own, n)
+            put_index(b, a, index, _log_scaled(b, ih, "ih", index.heads, "index_log_scaling", _INDEX), own, n)
         heads = ((a.num_heads, a.num_heads),)
-        queries = _grown(b, queries, "qh", a.num_heads, "growth", "self_attn", heads)
+        queries = _log_scaled(b, queries, "qh", a.num_heads, "log_scaling", "self_attn", heads)
         return attended(b, a, queries, own.kept, take_gates(b, a, own.gates))
 
     def _index_queries(self, b: Build, index: IndexerSpec, n: Value) -> Value:
@@ -43,9 +43,9 @@ class MistralLarge4Layer(DecoderLayer):
         return b.linear("index_up", n, "ih", Proj(f"{_INDEX}.wq_b", index.query_size))
 
 
-def _grown(
+def _log_scaled(
     b: Build, x: Read, out: str, heads: int, slot: str, path: str, rows: tuple[tuple[int, int], ...] = ()
 ) -> Value:
     """Heads of x times `scale · log(position + 1) + bias`, learned numbers of each."""
     b.weight(slot, *(SlotTensor(f"{path}.softmax_scaling.{each}", (heads,), rows) for each in ("scale", "bias")))
-    return b.put(GrowHeads(x, out, heads, slot), width_of(x))
+    return b.put(LogScaleHeads(x, out, heads, slot), width_of(x))

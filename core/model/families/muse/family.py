@@ -72,7 +72,7 @@ def _mixers(fields: ConfigJson) -> list[AttentionSpec]:
         head_norm=HeadNorm.BARE,
         qkv_bias=bias,
         o_bias=bias,
-        output_gate=OutputGate.APART,
+        output_gate=OutputGate.PER_ELEMENT,
     )
     count = fields.integer("num_hidden_layers")
     every_fourth = [(count - 1 - at) % 4 == 0 for at in range(count)]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from ...compose.attention import attend, gated, heads, project
 from ...compose.build import Build, Value
 from ...compose.decoder_layer import DecoderLayer
-from ...program.ops.norm import Norm, NormHeads, NormScaled
-from ...program.ops.residual import AddGated
+from ...program.ops.norm import Norm
 from ...specs.attention import AttentionSpec
 from ...weights.slot import Keep
+from .ops import AddGated, NormHeads, NormScaled
 
 #: Parts by the norm of what they give: the slot of a gate, and the path.
 _GATES = {

@@ -14,11 +14,11 @@ from ...compose.decoder_layer import DecoderLayer
 from ...compose.mixers import mix, mixer_in, mixer_out
 from ...compose.parts import activated, down, gate_up
 from ...program.op import EMBEDDED, View
-from ...program.ops.embed import KeepEmbeddings
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import GatedSpec
 from ...specs.recurrent import RecurrentSpec
 from ...specs.shared_block import SharedBlock
+from .ops import KeepEmbeddings
 
 
 @dataclass(frozen=True, kw_only=True)

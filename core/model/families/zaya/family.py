@@ -1,5 +1,5 @@
-"""ZAYA: convolutions of queries and keys before attention, half of the values a token late, a residual stream with
-learned factors, and experts whose routers go over layers.
+"""ZAYA: convolutions of queries and keys before attention, half of the values delayed by a token, a residual stream
+with learned factors, and experts whose routers go over layers.
 
 Tests: tests/core/layers/test_convolved_heads.py, tests/core/paths
 """
@@ -28,7 +28,7 @@ _ROPES = {
 
 def _read(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("attention_bias"):
-        why = "before a first token late values would be a bias, and states begin with zeros; only false is supported"
+        why = "delayed values of a first token would be a bias, and states begin with zeros; only false is supported"
         raise fields.refuse("attention_bias", why)
     if fields.integer("num_experts_per_tok") != 1:
         raise fields.refuse("num_experts_per_tok", "transformers has one expert for a token here; only 1 is supported")

@@ -16,14 +16,13 @@ from ...compose.mixtures import listed_experts, mixture
 from ...program.op import ROUTED
 from ...program.ops.heads import Heads
 from ...program.ops.mix import Mix
-from ...program.ops.residual import AddScaled
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, UngatedActivation
 from ...specs.head_conv import HeadConvSpec
 from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
 from ...weights.slots import EXPERTS
-from .ops import CarryRouted
+from .ops import AddScaled, CarryRouted
 
 if TYPE_CHECKING:
     from torch import Tensor

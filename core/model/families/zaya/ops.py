@@ -1,4 +1,5 @@
-"""What a router hands over to the next layer's (ZAYA).
+"""Learned factors of the residual stream and of what is added to it, and what a router hands over to the next layer's
+(ZAYA).
 
 Tests: tests/core/layers/test_convolved_heads.py
 """
@@ -40,5 +41,30 @@ class CarryRouted(Op):
                 x = x + names[self.before] * step.layers[index][self.weight]
             memory = step.kept.get(Kept(self.out, x.shape[1:]))
             names[self.out] = x if memory is None else memory.copy_(x)
+
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class AddScaled(Op):
+    """`x = (y + b) · w + (x + d) · v`, in place. scales: w, b, v and d, one behind the other `[4 · hidden]`."""
+
+    READS = ("x", "y")
+    WRITES = ("x",)
+    SLOTS = ("scales",)
+    LACKS = "residual stream with learned factors"
+
+    x: str
+    y: str
+    scales: str
+
+    def torch(self, at: OpContext) -> Run:
+        """See `Op.torch`."""
+        index = at.index
+
+        def run(step: Step) -> None:
+            x, y = step.names[self.x], step.names[self.y]
+            scale, bias, own_scale, own_bias = step.layers[index][self.scales].float().view(4, -1)
+            x.copy_((y.float() + bias) * scale + (x.float() + own_bias) * own_scale)
 
         return run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .....ops.attention.blocks import BlockMask
 from ...specs.attention import AttentionSpec
-from ..op import Op, Read
+from ..op import Op
 
 if TYPE_CHECKING:
     from ..lowering import Lowering
@@ -78,33 +78,6 @@ class Attend(Op):
     def detail(self) -> str:
         """See `Op.detail`."""
         return attention_described(self.attention)
-
-
-@dataclass(frozen=True, slots=True)
-class TakeRelative(Op):
-    """Relative states `[tokens, heads · dim]` of columns of x; they grow with their position as queries do."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    LACKS = "relative attention by learned vectors"
-
-    x: Read
-    out: str
-    attention: AttentionSpec
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        from ..torch_heads import query_growth
-
-        read, growth, heads = at.reader(self.x), query_growth(self.attention, at.model), self.attention.num_heads
-
-        def run(step: Step) -> None:
-            x = read(step.names)
-            if growth is not None:
-                x = (x.unflatten(1, (heads, -1)) * growth[step.batch.positions]).flatten(1).to(x.dtype)
-            step.names[self.out] = x
-
-        return run
 
 
 def attention_described(a: AttentionSpec) -> str:

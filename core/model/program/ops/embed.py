@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..layer_program import Kept
-from ..op import EMBEDDED, INPUTS, STREAM, Op
+from ..op import PER_LAYER, STREAM, Op
 
 if TYPE_CHECKING:
     from ..lowering import Lowering
@@ -66,7 +65,7 @@ class Embed(Op):
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
-        return to.lasting[INPUTS].width
+        return to.lasting[PER_LAYER].width
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,34 +159,6 @@ class PlaceImages(Op):
     def detail(self) -> str:
         """See `Op.detail`."""
         return "rows that the vision tower made, in their tokens' places"
-
-
-@dataclass(frozen=True, slots=True)
-class KeepEmbeddings(Op):
-    """A copy of x, which all layers may read."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-
-    x: str = STREAM
-    out: str = EMBEDDED
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-
-        def run(step: Step) -> None:
-            x = step.names[self.x]
-            memory = step.kept.get(Kept(self.out, (x.shape[1],)))
-            step.names[self.out] = x.clone() if memory is None else memory.copy_(x)
-
-        return run
-
-    def native(self, to: Lowering, at: int) -> None:
-        """See `Op.native`. The first layer's ops begin with it."""
-
-    def detail(self) -> str:
-        """See `Op.detail`."""
-        return "as they are, for layers that read them again"
 
 
 @dataclass(frozen=True, slots=True)

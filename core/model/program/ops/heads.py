@@ -1,6 +1,6 @@
 """Queries, keys and values as heads.
 
-Tests: tests/core/paths, tests/core/layers/test_differences.py
+Tests: tests/core/paths
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...specs.attention import AttentionSpec, DifferenceSpec, HeadNorm, OutputGate
+from ...specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ...specs.norms import NormSpec
 from ...specs.rope_config import rope_described
 from ..layer_program import Kept
@@ -61,11 +61,11 @@ class Heads(Op):
         from .....ops.elementwise import elementwise
         from .....ops.elementwise.rotation import KvSlots
         from ...nvtx_spans import span
-        from ..torch_heads import SPLITS, caches, head_norms, query_growth, query_weights
+        from ..torch_heads import SPLITS, caches, head_norms, log_scaling, query_weights
 
         mixer, read, model, kv = self.attention, at.reader(self.x), at.model, at.model.kv_index[at.index]
         norms, weights = head_norms(at.weights, mixer, self.norm, model), query_weights(at.weights, mixer)
-        growth, eps, q_out = query_growth(mixer, model), self.norm.eps, Kept(self.q, (mixer.num_heads, mixer.query_dim))
+        scaling, eps, q_out = log_scaling(mixer, model), self.norm.eps, Kept(self.q, (mixer.num_heads, mixer.query_dim))
         ones = torch.ones(mixer.head_dim, device=model.device) if mixer.value_norm else None
         cache_of = caches(mixer, model, kv)
         split = None if mixer.output_gate is None else SPLITS[mixer.output_gate]
@@ -89,8 +89,8 @@ class Heads(Op):
                 q = elementwise.rotate_and_write(qkv, rotation, norms, slots, out)
                 if weights is not None:
                     q.mul_(weights)
-                if growth is not None:
-                    q.mul_(growth[step.batch.positions])
+                if scaling is not None:
+                    q.mul_(scaling[step.batch.positions])
                 names[self.q] = q
 
         return run
@@ -125,7 +125,7 @@ class Heads(Op):
         from ..native_attention import OUTPUT_GATES
 
         mixer = self.attention
-        if mixer.output_gate is not OutputGate.APART:
+        if mixer.output_gate is not OutputGate.PER_ELEMENT:
             raise NoNativeOp("gates beside heads that something else than attention reads")
         own = {"x": x, "column": mixer.q_size + 2 * mixer.kv_size, "width": mixer.q_size, "out_column": 0}
         to.emit("Copy", **own, out=to.held_as(to.written(at, gates)))
@@ -198,104 +198,11 @@ class ResizeHeads(Op):
         return f"{f'{len(self.order)} ' if self.order else ''}heads of {self.width} → {self.to}"
 
 
-@dataclass(frozen=True, slots=True)
-class GrowHeads(Op):
-    """Heads of x times `scale · log(position + 1) + bias`, a learned number each for each head."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    SLOTS = ("weight",)
-
-    x: Read
-    out: str
-    heads: int
-    weight: str
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        read, index, slot = at.reader(self.x), at.index, self.weight
-
-        def run(step: Step) -> None:
-            x, (scale, bias) = read(step.names), step.layers[index][slot].view(2, -1)
-            logarithms = (step.batch.positions + 1).float().log().to(x.dtype)
-            factors = logarithms[:, None] * scale + bias
-            step.names[self.out] = (x.unflatten(1, (self.heads, -1)) * factors[..., None]).flatten(1)
-
-        return run
-
-    def native(self, to: Lowering, at: int) -> None:
-        """See `Op.native`."""
-        from ..native_binding import weight_of
-
-        to.need("OpKind.kGrow", "learned factors of softmax")
-        (x, column, width), out = to.read(at, self.x), to.out(to.written(at))
-        own = {"heads": self.heads, "width": width // self.heads, "weight": weight_of(self.weight)}
-        to.emit("Grow", x=x, column=column, out=out, **own)
-
-
-@dataclass(frozen=True, slots=True)
-class SubtractHeads(Op):
-    """The difference of each head of x's first half and one of the second: see `DifferenceSpec`."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    SLOTS = ("factors",)
-
-    x: str
-    out: str
-    attention: AttentionSpec
-    difference: DifferenceSpec
-    eps: float
-    factors: str = "difference"
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        import torch
-
-        from .....ops.elementwise import elementwise
-
-        spec, width = self.difference, self.attention.head_dim
-        factor = spec.factor(at.weights[self.factors])
-        weight = torch.ones(width, dtype=factor.dtype, device=factor.device)
-
-        def run(step: Step) -> None:
-            first, second = step.names[self.x].flatten(1).unflatten(1, (2, -1, width)).unbind(1)
-            y = (first - factor * second).flatten(0, 1)
-            y = elementwise.rms_norm(y, weight, self.eps) * (1 - spec.first)
-            step.names[self.out] = y.view(len(first), -1)
-
-        return run
-
-    def native(self, to: Lowering, at: int) -> None:
-        """See `Op.native`."""
-        import torch
-
-        from ..native_binding import weight_of
-
-        to.need("OpKind.kSubtract", "differences between heads")
-        (x, column, width), out = to.read(at, self.x), to.out(to.written(at))
-        spec, head, vectors = self.difference, self.attention.head_dim, weight_of(self.factors)
-        own = {
-            "factor": lambda at: float(spec.factor(vectors(at))),
-            "weight": torch.full((head,), 1 - spec.first),
-            "eps": self.eps,
-        }
-        to.emit("Subtract", x=x, column=column, heads=width // head // 2, width=head, out=out, **own)
-
-    def columns(self, given: Sequence[int], to: Lowering) -> int:
-        """See `Op.columns`."""
-        return given[0] // 2
-
-    def detail(self) -> str:
-        """See `Op.detail`."""
-        return f"heads less those behind them, each normalised without weights, times {1 - self.difference.first:g}"
-
-
 def _described(a: AttentionSpec) -> str:
     own = f"{a.num_heads} heads of {a.head_dim}"
     norms = f"{_NORMS[a.head_norm]}{rope_described(a.rope)}"
     if a.shares_kv:
         return f"{own}, {norms}; an earlier layer's keys and values"
     values = "; values are keys" * a.keys_are_values + "; values normalised" * a.value_norm
-    growth = "; queries grow with their position" if a.query_growth else ""
-    return f"{own}, {a.num_kv_heads} of keys and values, {norms}{values}{growth}; writes keys and values"
+    scaling = "; log-n scaling of queries" if a.log_scaling else ""
+    return f"{own}, {a.num_kv_heads} of keys and values, {norms}{values}{scaling}; writes keys and values"

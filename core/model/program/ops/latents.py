@@ -45,12 +45,12 @@ class Latents(Op):
         from .....ops.elementwise.elementwise import write_latents
         from .....ops.elementwise.rotation import KvSlots, NewLatents
         from ...nvtx_spans import span
-        from ..torch_heads import query_growth
+        from ..torch_heads import log_scaling
 
         if self.kept is None:
             return self._rotated_queries(at)
         mixer, spec, queries, kept_of = self.attention, self.latent, at.reader(self.x), at.reader(self.kept)
-        kv, model, growth = at.model.kv_index[at.index], at.model, query_growth(self.attention, at.model)
+        kv, model, scaling = at.model.kv_index[at.index], at.model, log_scaling(self.attention, at.model)
         q_out = Kept(self.q, (mixer.num_heads, mixer.query_dim))
 
         def run(step: Step) -> None:
@@ -62,8 +62,8 @@ class Latents(Op):
                 k, v = model.arena.kv_layers[kv]
                 slots = KvSlots(k[..., : mixer.head_dim], v, *place, model.kv_scales[kv])
                 q = write_latents(rows, new, step.rotations[mixer.rope], slots, step.kept.get(q_out))
-                if growth is not None:
-                    q.mul_(growth[step.batch.positions])
+                if scaling is not None:
+                    q.mul_(scaling[step.batch.positions])
                 names[self.q] = q
 
         return run

@@ -88,8 +88,8 @@ class Gemm(Op):
         """See `Op.native`."""
         from ..native_binding import weight_of
 
-        if self.weight == Role.INPUTS:
-            module, inputs, outputs = to.model_product(Role.INPUTS)
+        if self.weight == Role.PER_LAYER:
+            module, inputs, outputs = to.model_product(Role.PER_LAYER)
             own = {"inputs": inputs, "outputs": outputs, "module": module, "w": weight_of(self.weight)}
             to.emit("Multiply", x=to.read_rounded(at, self.x), out=to.held_as(to.written(at)), **own)
             return
@@ -128,8 +128,8 @@ class Gemm(Op):
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""
-        if self.weight == Role.INPUTS:
-            return to.model_product(Role.INPUTS)[2]
+        if self.weight == Role.PER_LAYER:
+            return to.model_product(Role.PER_LAYER)[2]
         return to.gemm_shape(self.weight)[1].outputs
 
     def formula(self) -> str:

@@ -1,6 +1,6 @@
 """Mixers with states of sequences.
 
-Tests: tests/core/layers/test_hybrids.py, tests/core/layers/test_stream_convs.py
+Tests: tests/core/layers/test_hybrids.py
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .....ops.mixers.conv_place import ConvPlace
 from ...specs.recurrent import RecurrentSpec
-from ...specs.stream_convs import StreamConvSpec
 from ..layer_program import Kept
 from ..op import NoNativeOp, Op, Read
 
@@ -86,42 +84,3 @@ class Mix(Op):
     def detail(self) -> str:
         """See `Op.detail`."""
         return self.mixer.described()
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolveStream(Op):
-    """`out = x + conv(x)`; the sequences' states go on."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    IS_CUT = True
-    SLOTS = ("weights",)
-    LACKS = "short convolution of a stream"
-
-    x: Read
-    out: str
-    width: int
-    place: ConvPlace
-    convs: StreamConvSpec
-    weights: str = "recurrent"
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        from ...nvtx_spans import span
-
-        read, index, kept, model = at.reader(self.x), at.index, Kept(self.out, (self.width,)), at.model
-
-        def run(step: Step) -> None:
-            states = step.states
-            if states is None:
-                raise RuntimeError(f"layer {index} has convolutions, and the step has no states for them")
-            with span("recurrent.run"):
-                y = states.mix(index, read(step.names), at.weights[self.weights].by_place[self.place], model.ranks)
-            out = step.kept.get(kept)
-            step.names[self.out] = y if out is None else out.copy_(y)
-
-        return run
-
-    def detail(self) -> str:
-        """See `Op.detail`."""
-        return f"{self.place}, {self.convs.described()}"

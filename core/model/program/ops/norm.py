@@ -1,4 +1,4 @@
-"""Norms: of rows, of heads, of parts.
+"""Norms: of rows, and of parts.
 
 Tests: tests/core/paths, tests/core/layers/test_inner_norms.py
 """
@@ -61,78 +61,6 @@ class Norm(Op):
     def detail(self) -> str:
         """See `Op.detail`."""
         return f"{self.norm.kind}, eps {self.norm.eps:g}: {self.weight}"
-
-
-@dataclass(frozen=True, slots=True)
-class NormHeads(Op):
-    """The norm of each head's elements, without weights. x: `[tokens, heads · width]`."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-
-    x: str
-    out: str
-    width: int
-    eps: float
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        import torch
-
-        from .....ops.elementwise.elementwise import rms_norm
-
-        ones = torch.ones(self.width, device=at.model.device)
-
-        def run(step: Step) -> None:
-            x = step.names[self.x]
-            step.names[self.out] = rms_norm(x.reshape(-1, self.width), ones, self.eps).view(len(x), -1)
-
-        return run
-
-    def native(self, to: Lowering, at: int) -> None:
-        """See `Op.native`."""
-        import torch
-
-        (x, column, width), out, ones = to.read(at, self.x), to.out(to.written(at)), torch.ones(self.width)
-        own = {"norm": "kRms", "eps": self.eps, "weight": ones, "groups": width // self.width}
-        to.emit("Norm", x=x, column=column, width=self.width, out=out, **own)
-
-
-@dataclass(frozen=True, slots=True)
-class NormScaled(Op):
-    """The norm of `weight · x`, without weights of its own."""
-
-    READS = ("x",)
-    WRITES = ("out",)
-    SLOTS = ("weight",)
-
-    x: str
-    out: str
-    weight: str
-    eps: float
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        from .....ops.elementwise.elementwise import scaled_norm
-
-        index = at.index
-
-        def run(step: Step) -> None:
-            step.names[self.out] = scaled_norm(step.names[self.x], step.layers[index][self.weight], self.eps)
-
-        return run
-
-    def native(self, to: Lowering, at: int) -> None:
-        """See `Op.native`."""
-        import torch
-
-        from ..native_binding import weight_of
-
-        (x, column, width), out = to.read(at, self.x), to.out(to.written(at))
-        scaled, ones = to.temporary("scaled", width), torch.ones(width)
-        own = {"x": x, "column": column, "width": width, "out_column": 0, "factor": 1.0}
-        to.emit("Scale", **own, out=scaled, weights=weight_of(self.weight))
-        to.emit("Norm", x=scaled, column=0, width=width, out=out, norm="kRms", eps=self.eps, weight=ones)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What becomes of the residual stream.
 
-Tests: tests/core/paths, tests/core/layers/test_gated_residual.py
+Tests: tests/core/paths
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING
 from ..op import STREAM, Op
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..lowering import Lowering
     from ..torch_step import OpContext, Run, Step
-
-
-#: The least square of the residual stream's factor.
-_LEAST = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,71 +111,6 @@ class AddMedia(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class AddGated(Op):
-    """`x = alpha · x + beta · y`, in place, with factors of each element that are made of a learned number w.
-
-    `beta = sigmoid(w / temperature)`, and `alpha = sqrt(max(1 - beta², 0.001))`.
-    """
-
-    READS = ("x", "y")
-    WRITES = ("x",)
-    SLOTS = ("gate",)
-    IN_PLACE = True
-
-    x: str
-    y: str
-    gate: str
-    temperature: float
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        alpha, beta = gate_factors(at.weights[self.gate], self.temperature)
-
-        def run(step: Step) -> None:
-            x, y = step.names[self.x], step.names[self.y]
-            x.copy_(alpha * x + beta * y)
-
-        return run
-
-    def native(self, to: Lowering, at: int) -> None:
-        """See `Op.native`."""
-        from ..native_binding import weight_of
-
-        gate = weight_of(self.gate)
-        x, y = to.held(at, self.x), to.held(at, self.y)
-        width, gated = x.value.width, to.temporary("gated", x.value.width)
-        own = {"column": 0, "width": width, "out_column": 0, "factor": 1.0}
-        to.emit("Scale", x=x, out=x, weights=lambda at: gate_factors(gate(at), self.temperature)[0], **own)
-        to.emit("Scale", x=y, out=gated, weights=lambda at: gate_factors(gate(at), self.temperature)[1], **own)
-        to.emit("Add", x=x, y=gated, width=width, factor=1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class AddScaled(Op):
-    """`x = (y + b) · w + (x + d) · v`, in place. scales: w, b, v and d, one behind the other `[4 · hidden]`."""
-
-    READS = ("x", "y")
-    WRITES = ("x",)
-    SLOTS = ("scales",)
-    LACKS = "residual stream with learned factors"
-
-    x: str
-    y: str
-    scales: str
-
-    def torch(self, at: OpContext) -> Run:
-        """See `Op.torch`."""
-        index = at.index
-
-        def run(step: Step) -> None:
-            x, y = step.names[self.x], step.names[self.y]
-            scale, bias, own_scale, own_bias = step.layers[index][self.scales].float().view(4, -1)
-            x.copy_((y.float() + bias) * scale + (x.float() + own_bias) * own_scale)
-
-        return run
-
-
-@dataclass(frozen=True, slots=True)
 class AllReduce(Op):
     """The sum of all ranks' y, on each of them."""
 
@@ -200,10 +129,3 @@ class AllReduce(Op):
                 step.names[self.y] = model.ranks.add_up(step.names[self.y])
 
         return run
-
-
-def gate_factors(gate: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The factors of the residual stream and of what is added, float32. See `AddGated`."""
-    wide = gate.float() / temperature
-    beta = wide.sigmoid()
-    return ((-wide).sigmoid() * (1.0 + beta)).clamp(min=_LEAST).sqrt(), beta

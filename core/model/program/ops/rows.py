@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ...specs.feed_forward import GatedActivation, UngatedActivation
-from ..op import FURTHER, INPUTS, NoNativeOp, Op, Read
+from ..op import LAYER_EMBEDDING, PER_LAYER, NoNativeOp, Op, Read
 
 if TYPE_CHECKING:
     from ..lowering import Lowering
@@ -236,29 +236,29 @@ class Clip(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeInput(Op):
-    """`out = inputs[:, layer]`."""
+class TakeLayerEmbedding(Op):
+    """`out = embeddings[:, layer]`."""
 
-    READS = ("inputs",)
+    READS = ("embeddings",)
     WRITES = ("out",)
 
-    out: str = FURTHER
-    inputs: str = INPUTS
+    out: str = LAYER_EMBEDDING
+    embeddings: str = PER_LAYER
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""
         index, layers = at.index, at.model.num_layers
 
         def run(step: Step) -> None:
-            inputs = step.names[self.inputs]
-            step.names[self.out] = inputs.view(len(inputs), layers, -1)[:, index]
+            embeddings = step.names[self.embeddings]
+            step.names[self.out] = embeddings.view(len(embeddings), layers, -1)[:, index]
 
         return run
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        to.need("OpKind.kLookUp", "further input of layers")
-        x, out = to.read(at, self.inputs)[0], to.out(to.written(at))
+        to.need("OpKind.kLookUp", "per-layer embeddings")
+        x, out = to.read(at, self.embeddings)[0], to.out(to.written(at))
         width = out.value.width
         to.emit("Copy", x=x, column=to.index * width, width=width, out=out, out_column=0)
 

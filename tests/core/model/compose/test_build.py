@@ -42,7 +42,7 @@ def test_what_ranks_sum_and_what_is_never_merged_is_said_where_it_is_multiplied(
     assert (small.product, small.is_row_parallel, small.merges, small.is_replicated) == ("small", False, False, True)
 
 
-@pytest.mark.parametrize("name", ["mine", "other", "head", "inputs", "experts.router", "kv_up"])
+@pytest.mark.parametrize("name", ["mine", "other", "head", "per_layer_projection", "experts.router", "kv_up"])
 def test_a_product_has_a_name_of_its_own(name):
     b = Build(32, NORM)
     b.linear("mine", b.x, "y", Proj("mixer.mine", 32))

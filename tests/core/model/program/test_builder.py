@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
+from chorus.core.model.families.longcat.layer import SHORTCUT
 from chorus.core.model.program.layer_program import LayerProgram
-from chorus.core.model.program.op import CHOSEN, EMBEDDED, INPUTS, LATE, ROUTED, STREAM, STREAMS, Op, name_of
+from chorus.core.model.program.op import CHOSEN, EMBEDDED, PER_LAYER, ROUTED, STREAM, STREAMS, Op, name_of
 from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.heads import Heads
 from chorus.core.model.program.ops.linear import Gemm
@@ -20,8 +21,8 @@ from chorus.memory.pages.projections import Role
 from ...tiny_families import EVERY, make_tiny
 
 #: Those which a layer leaves to later ones.
-LEFT = {CHOSEN, LATE, ROUTED}
-LASTING = {STREAM, STREAMS, INPUTS, EMBEDDED, *LEFT}
+LEFT = {CHOSEN, SHORTCUT, ROUTED}
+LASTING = {STREAM, STREAMS, PER_LAYER, EMBEDDED, *LEFT}
 
 
 @cache

@@ -14,13 +14,14 @@ from chorus.core.model.compose.parts import activated, down, gate_up
 from chorus.core.model.families.bitnet.layer import BitNetLayer
 from chorus.core.model.families.cohere_2_moe.layer import CohereMoeLayer
 from chorus.core.model.families.diffllama.layer import DiffLlamaLayer
+from chorus.core.model.families.diffllama.ops import DifferenceSpec
 from chorus.core.model.families.falcon_h1.layer import FactoredLayer
 from chorus.core.model.families.mimo.layer import MiMoLayer
 from chorus.core.model.program.layer_program import LayerProgram
 from chorus.core.model.program.native_program import NativeProgram
 from chorus.core.model.program.op import NoNativeOp, Op
 from chorus.core.model.program.ops.gates import SparseGates
-from chorus.core.model.specs.attention import AttentionSpec, DifferenceSpec, OutputGate
+from chorus.core.model.specs.attention import AttentionSpec, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import Norms, NormSpec
@@ -108,8 +109,11 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, norms=Norms.AROUND), "Norm Gemm Attend Gemm Norm Add Norm GateUp Gemm Norm Add"),
         (replace(LAYER, norms=Norms.AFTER), "Copy Gemm Attend Gemm Norm Add Copy GateUp Gemm Norm Add"),
         (replace(LAYER, norms=Norms.PARALLEL), "Norm Gemm GateUp Gemm Attend Gemm"),
-        (replace(LAYER, norms=Norms.PARALLEL_APART), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
-        (replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.APART)), "Norm Gemm Attend Gemm Norm GateUp Gemm"),
+        (replace(LAYER, norms=Norms.PARALLEL_TWO_NORMS), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
+        (
+            replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.PER_ELEMENT)),
+            "Norm Gemm Attend Gemm Norm GateUp Gemm",
+        ),
         (replace(LAYER, feed_forward=EXPERTS), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
         (CohereMoeLayer(MIXER, EXPERTS, factor=0.5), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
         (replace(LAYER, feed_forward=None), "Norm Gemm Attend Gemm"),

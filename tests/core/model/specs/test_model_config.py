@@ -14,7 +14,7 @@ import torch
 
 from chorus.core.model.families.registry import FAMILIES
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.specs.attention import HeadNorm, LatentSpec, QueryGrowth
+from chorus.core.model.specs.attention import HeadNorm, LatentSpec, TemperatureTuning
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.feed_forward import ClampedSwiglu, Experts, Routing, Scoring
 from chorus.core.model.specs.recurrent import GatedDeltaSpec
@@ -509,11 +509,11 @@ def test_llama_4_as_its_checkpoints_describe_it(read):
     assert {layer.feed_forward for layer in config.layers} == {Experts(16, 40, routing, shared_size=40)}
     assert [(it.window, it.chunked) for it in mixers] == [(64, True)] * 3 + [(None, False)]
     assert [it.head_norm for it in mixers] == [HeadNorm.BARE] * 3 + [None]
-    assert [it.query_growth for it in mixers] == [None] * 3 + [QueryGrowth(0.1, 32, first=1)]
+    assert [it.log_scaling for it in mixers] == [None] * 3 + [TemperatureTuning(0.1, 32, first=1)]
     assert mixers[0].rope.interleaved
     assert mixers[3].rope is None
     want = torch.tensor([1.0, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(2)])
-    torch.testing.assert_close(mixers[3].query_growth.factors(34)[[30, 31, 33]], want)
+    torch.testing.assert_close(mixers[3].log_scaling.factors(34)[[30, 31, 33]], want)
     assert mixers[0].rope.inverse_frequencies().isfinite().all()
     maverick = read(**{**LLAMA_4, "moe_layers": [1, 3], "use_qk_norm": False, "rope_scaling": None})
     assert [layer.feed_forward.size for layer in maverick.layers] == [80, 40, 80, 40]
@@ -521,7 +521,7 @@ def test_llama_4_as_its_checkpoints_describe_it(read):
     same = read(**{**LLAMA_4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None})
     assert same.layers == maverick.layers
     whole = read(**{**LLAMA_4, "attention_chunk_size": None, "attn_temperature_tuning": False})
-    assert {(it.window, it.query_growth) for it in whole.attention_layers} == {(None, None)}
+    assert {(it.window, it.log_scaling) for it in whole.attention_layers} == {(None, None)}
 
 
 @pytest.mark.parametrize(

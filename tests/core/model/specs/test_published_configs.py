@@ -9,7 +9,7 @@ import torch
 
 from chorus.core.model.families.seeing import TEXTS
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.specs.attention import QueryGrowth
+from chorus.core.model.specs.attention import TemperatureTuning
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.tensor_parts import tensor_shapes
 
@@ -69,7 +69,7 @@ def test_a_text_part_may_leave_out_all_that_equals_its_defaults(read, architectu
 
 
 def test_queries_of_ministral_3_grow_with_positions(read):
-    assert read(PUBLISHED["Ministral 3 3B"][1]).attention.query_growth == QueryGrowth(0.1, 16384)
+    assert read(PUBLISHED["Ministral 3 3B"][1]).attention.log_scaling == TemperatureTuning(0.1, 16384)
 
 
 def test_heads_of_mistral_beside_vision_share_the_hidden_size(read):

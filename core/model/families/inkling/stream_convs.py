@@ -1,6 +1,6 @@
-"""Specification of short convolutions of streams.
+"""Specification of short convolutions of streams (Inkling).
 
-Tests: tests/core/model/specs/test_recurrent_specs.py, tests/core/layers/test_stream_convs.py
+Tests: tests/ops/mixers/test_stream_convs.py, tests/core/layers/test_stream_convs.py
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ....ops.mixers.conv_place import ConvPlace
-from .recurrent import MixerTensor, RecurrentSpec
+from .....ops.mixers.conv_place import ConvPlace
+from ...specs.recurrent import MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from ....ops.mixers.stream_convs import StreamConvs
+    from .....ops.mixers.stream_convs import StreamConvs
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class StreamConvSpec(RecurrentSpec):
         """See `RecurrentSpec.weights`."""
         import torch
 
-        from ....ops.mixers.stream_convs import StreamConvs, StreamConvWeights  # needs torch
+        from .....ops.mixers.stream_convs import StreamConvs, StreamConvWeights  # needs torch
 
         keys, values, attention, feed_forward = (
             tensors[f"{path}.weight"].squeeze(1).T.contiguous() for path in (_KEYS, _VALUES, _ATTENTION, _FEED_FORWARD)

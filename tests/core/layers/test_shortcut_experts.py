@@ -1,4 +1,4 @@
-"""LongCat-Flash: mixtures that are added behind the next layer, idle experts, names and refusals. See `paths`, too."""
+"""LongCat-Flash: shortcut-connected experts, idle experts, names and refusals. See `paths`, too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.model.families.longcat.layer import SHORTCUT
 from chorus.core.model.program.ends import end_programs
-from chorus.core.model.program.op import LATE
 from chorus.core.model.program.ops.moe import Moe
 from chorus.core.model.program.ops.residual import Add
 from chorus.core.model.program.text import program_lines
@@ -40,15 +40,15 @@ def kernels() -> str:
     return "torch"
 
 
-def test_every_second_layer_has_a_mixture_that_the_next_one_adds(model):
+def test_every_second_layer_has_experts_that_the_next_one_adds(model):
     config = read_model_config(model)
-    assert [each.late is not None for each in config.layers] == [True, False, True, False]
+    assert [each.shortcut is not None for each in config.layers] == [True, False, True, False]
     first, second = (config.composed(each).program.ops for each in config.layers[:2])
-    assert [op.out for op in first if isinstance(op, Moe)] == [LATE]
-    assert Add("x", LATE) not in first
-    assert second[-1] == Add("x", LATE)
-    assert [each.name for each in end_programs(config).lasting] == [LATE]
-    assert "late ← moe n" in "\n".join(program_lines(config))
+    assert [op.out for op in first if isinstance(op, Moe)] == [SHORTCUT]
+    assert Add("x", SHORTCUT) not in first
+    assert second[-1] == Add("x", SHORTCUT)
+    assert [each.name for each in end_programs(config).lasting] == [SHORTCUT]
+    assert "shortcut ← moe n" in "\n".join(program_lines(config))
 
 
 def test_a_router_chooses_among_idle_experts_too(model):
