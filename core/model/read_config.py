@@ -43,7 +43,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         kind = ""  # a generator, whose output projection scores
     if family is None:
         why = UNSERVED.get(architecture)
-        more = f"; supported: {', '.join(FAMILIES)}" if why is None else f": {why}"
+        more = f"; supported: {', '.join(sorted(FAMILIES))}" if why is None else f": {why}"
         raise UnsupportedModel(f"{raw.path}: architecture {architecture} is not supported{more}")
     text = raw
     for name in family.text_part.split("."):

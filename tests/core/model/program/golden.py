@@ -71,10 +71,12 @@ def make_configs(root: Path) -> None:
 
 def _beside() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     """Architectures beside `tiny.EVERY`, for ops that no family there has: additions of images' rows behind layers,
-    factors of heads, and embeddings of images' and sound's tokens. Each has a class, its text part, and other parts.
+    factors of heads, experts of images' positions, and embeddings of images' and sound's tokens. Each has a class, its
+    text part, and other parts.
     """
     found = {}
-    for name in ("Qwen3VLForConditionalGeneration", "MistralLarge4ForConditionalGeneration"):
+    for name in ("Qwen3VL", "MistralLarge4", "Ernie4_5_VLMoe"):
+        name += "ForConditionalGeneration"
         config_class, text, vision = {**text_parts.MODELS, **text_parts.RENAMED}[name]
         found[name] = config_class, {**text_parts.TEXT, **text}, {"vision_config": vision}
     towers = {

@@ -696,7 +696,7 @@ WRONG = [
         {"architectures": ["GPTNeoForCausalLM"], "attention_types": [[["global"], 10**12]]},
         "attention_types is",
     ),
-    ({"architectures": ["OtherForCausalLM"]}, "OtherForCausalLM is not supported; supported: LlamaForCausalLM, Mist"),
+    ({"architectures": ["OtherForCausalLM"]}, "OtherForCausalLM is not supported; supported: AXK1ForCausalLM, A"),
     ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM is not supported: its recurrence is not computed"),
     ({"architectures": ["DeepseekOcr2ForConditionalGeneration"]}, "is not supported: adapters on its embeddings gave"),
     ({"architectures": []}, "architecture none named is not supported"),
