@@ -44,7 +44,7 @@ def test_the_notes_tell_whom_the_native_decoder_does_not_compute(tmp_path):
     golden.make_configs(tmp_path)
     wrong, mixed = [], set[str]()
     for path in sorted(tmp_path.iterdir()):
-        config = read_model_config(path)
+        config = golden.model_of(path)
         title, notes = SERVED[config.architecture].title, SERVED[config.architecture].notes
         if why_unsupported(config, torch.float32) is None:
             mixed |= {title} if ON_OPERATORS in notes else set()

@@ -56,7 +56,8 @@ ERNIE_4_5_VL = Family(
     _read,
     Defaults("Ernie4_5_VLMoeTextConfig", {"moe_intermediate_size": [1536, 512]}),
     _NAMES,
-    notes=f"{SEES}; images on CPUs alone; the native decoder serves it with images off; models with biases are refused",
+    notes=f"{SEES}; images {reading.ON_OPERATORS} alone; the native decoder serves it with images off; models with "
+    "biases are refused",
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
     vision=VisionSpec(
         ("vision_tower", "resampler_model"),
