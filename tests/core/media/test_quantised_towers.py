@@ -18,6 +18,7 @@ from chorus.core.media.tower import Tower, skeleton
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.vision import VisionSpec
 
+from ...kept import name_of
 from ..model.checkpoints.quantization.forms import FORMS
 from .test_bf16_towers import theirs
 from .test_served_images import KERNELS, Asked, answers, engine_of, images_of
@@ -82,7 +83,7 @@ class TransformersRows:
     """In the place of a tower: rows of transformers and peft."""
 
     def __init__(self, directory: Path, architecture: str, spec: VisionSpec, *_: Any) -> None:
-        self._family = directory.name.removeprefix("vision-")
+        self._family = name_of(directory).removeprefix("vision-")
 
     def encode(self, tensors: dict[str, Any], changes: Any = None, marks: tuple[int, ...] = ()) -> torch.Tensor:
         return theirs(self._family, None, Prepared("", "", 0, tensors, marks=marks), torch.float32)
