@@ -420,7 +420,7 @@ class ModelConfig:
         fused = (
             (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
             for path, parts in self.tensors.fused.items()
-            if path not in self.tensors.apart and not by_path.keys().isdisjoint(parts)  # of projections
+            if path not in self.tensors.separate and not by_path.keys().isdisjoint(parts)  # of projections
         )
         renamed = ((each.name, names[each.path]) for each in self.projections if each.path in names)
         biased = tuple(

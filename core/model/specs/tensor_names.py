@@ -106,7 +106,7 @@ class TensorNames:
     """A name in a layer → the parts whose rows are stacked in that tensor, in order; used unless the checkpoint has a
     tensor for each of them instead."""
 
-    apart: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
     """Tensors of `fused` whose parts are modules of their own in transformers, as adapters have them (Lara Mini)."""
 
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))

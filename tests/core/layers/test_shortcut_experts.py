@@ -149,7 +149,7 @@ def test_an_adapter_of_a_layer_beyond_the_last_is_refused(model, tmp_path):
 
 def test_ranks_refuse_idle_experts(model):
     config = read_model_config(model)
-    with pytest.raises(UnsupportedModel, match="experts that give their input back would be added by every rank"):
+    with pytest.raises(UnsupportedModel, match="identity experts would be added by every rank"):
         Shard(0, 2).config(config)
     config = read_model_config(changed(model, zero_expert_num=0))
     assert Shard(0, 2).config(config).experts.size == 20
