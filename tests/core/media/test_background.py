@@ -18,7 +18,7 @@ OWN = os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def lower() -> int:
-    """The priority of what works apart."""
+    """The priority of what works in the background."""
     return min(19, OWN + 10)
 
 
