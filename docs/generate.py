@@ -388,13 +388,13 @@ def class_defaults(name: str) -> dict[str, Any]:
 
 
 WRITTEN = {
+    "core/model/families/defaults.json": family_defaults,  # first: pages read families by it
     "docs/reference/command-line.md": command_line,
     "docs/reference/settings.md": settings,
     "docs/reference/metrics.md": metrics,
     "docs/reference/models.md": models,
     MATRIX: support_matrix,
     "server/library/option_types.py": option_types,
-    "core/model/families/defaults.json": family_defaults,
 }
 
 

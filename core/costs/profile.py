@@ -92,7 +92,7 @@ def _checked_itemsize(itemsize: int) -> int:
 
 
 #: Products of `NUMBERED` whose inputs TP ranks share.
-_ROW_PARALLEL = ("o", "down", "experts.shared_down", "experts.down", "beside_out", "scan_in")
+_ROW_PARALLEL = ("o", "down", "experts.shared_down", "experts.down", "mixer_out", "scan_in")
 
 
 def _checked_product(product: str) -> str:

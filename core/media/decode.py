@@ -27,7 +27,7 @@ PIXELS_A_SECOND = 16e6
 """Ten times slower than most files are decoded."""
 
 _STEPS = 10
-"""Added to its niceness, as for the threads that encode: see `work_apart`."""
+"""Added to its niceness, as for the threads that encode: see `work_in_background`."""
 
 
 def decode_seconds(pixels: int) -> float:

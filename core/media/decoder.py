@@ -163,8 +163,8 @@ def image_threads() -> DaemonPool:
     """The threads of this process that prepare images."""
 
     def let_steps_go_first() -> None:
-        from .apart import work_apart  # torch: with the first image alone
+        from .background import work_in_background  # torch: with the first image alone
 
-        work_apart(1)
+        work_in_background(1)
 
     return DaemonPool("images", THREADS, initializer=let_steps_go_first)

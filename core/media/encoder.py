@@ -24,7 +24,7 @@ import torch
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.given_up import GivenUp, wanted_while
 from ..requests.media import MediaItem
-from .apart import work_apart
+from .background import work_in_background
 from .images import BadImage
 from .row_cache import RowCache, Rows, RowsKey
 
@@ -182,7 +182,7 @@ class ImageEncoder:
     # --- its own threads ---
 
     def _run(self) -> None:
-        work_apart(self._threads)
+        work_in_background(self._threads)
         while self._turn():
             pass
 

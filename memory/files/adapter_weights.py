@@ -111,7 +111,7 @@ class AdapterWeights(RowsFile):
             if self.modules.tower is not None and self.modules.tower.has(name):
                 self.tower[name] = info
                 continue
-            if self._is_unused(name, in_layers) if is_in_layer else self._is_apart(name, info, left_out):
+            if self._is_unused(name, in_layers) if is_in_layer else self._is_of_model(name, info, left_out):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 self._put(found, own_name, own, name)
@@ -177,7 +177,7 @@ class AdapterWeights(RowsFile):
         self.num_left_out += is_outside
         return is_outside or name in self._never_called
 
-    def _is_apart(self, name: str, info: TensorInfo, left_out: tuple[str, ...]) -> bool:
+    def _is_of_model(self, name: str, info: TensorInfo, left_out: tuple[str, ...]) -> bool:
         """Note a tensor of the model's own modules that `tensors` does not have; False for any other."""
         if name.startswith(left_out):
             self.num_left_out += 1

@@ -101,8 +101,8 @@ class ModulePaths:
     """The name before a layer's number."""
 
     places: tuple[int | None, ...] = ()
-    """By layer, the number that paths with `{}` have there: transformers has these modules in lists, with others' that
-    the layer never calls. None, or no entry: the layer has no such path.
+    """By layer, the number of its invocation of a shared block, for which `{}` stands in paths: transformers has these
+    modules in lists, with others' that the layer never calls. None, or no entry: the layer has no such path.
     """
 
     shared: tuple[frozenset[str], ...] = ()

@@ -61,8 +61,9 @@ class Routing:
     group_best: int = 2
     """How many best scores of a group are added up: two (DeepSeek-V3), or one (DeepSeek-V2)."""
 
-    other_score: float = -math.inf
-    """Of experts of other groups; 0: they are chosen before those of kept groups whose score is below 0 (A.X K2)."""
+    masked_score: float = -math.inf
+    """Of experts whose group a token may not choose from; 0: they are chosen before those of kept groups whose score is
+    below 0 (A.X K2)."""
 
     logits_factor: float = 1.0
     """Of the router's logits (Muse Spark)."""

@@ -154,7 +154,7 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
             is_best = group == tl.argmax(of_group, 0)
             kept = kept | is_best
             of_group = tl.where(is_best, NONE, of_group)
-        if C.other_score == 0:
+        if C.masked_score == 0:
             ranked = tl.where(own, tl.where(kept[:, None], ranked, 0.0), NONE)
         else:
             ranked = tl.where(kept[:, None], ranked, NONE)

@@ -31,7 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ...core.cpus import available_cpus
-from ...core.media import apart
+from ...core.media import background
 from ...core.media.lacking import why_lacking
 from ..report.command import count, judge, parser, say
 from ..report.table import Goal, Table
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     adapters = tower_adapters(args.model_size, ADAPTERS, args.work_dir)
     began = CpuSample.take([os.getpid()])
     found: dict[str, Any] = {"device": processor(), "model_size": args.model_size, "dtype": args.dtype}
-    with patch.object(apart, "stand_back", _nothing) if args.same_priority else nullcontext():
+    with patch.object(background, "stand_back", _nothing) if args.same_priority else nullcontext():
         goals = [goal for part in args.parts for goal in PARTS[part](args, path, adapters, found)]
     found["foreign_share"] = CpuSample.take([os.getpid()]).foreign_share(began)
     say(f"other processes had {found['foreign_share']:.0%} of the machine's time")

@@ -1411,11 +1411,11 @@ INDEXERS = [
     "indexer.q_proj",
     "indexer.k_proj",
 ]
-BLOCKS = ["mamba.in_proj", "mamba.out_proj", "linear", "place_down", "place_up"]
+BLOCKS = ["mamba.in_proj", "mamba.out_proj", "linear", "invocation_down", "invocation_up"]
 OF_STREAMS = [f"{part}_{own}" for part in ("attn", "mlp", "join") for own in ("down", "up", "give")]
 OF_STREAMS += ["key_proj", "value_proj"]
 CONVOLVED = ["v_proj_current", "v_proj_delayed", "router.fc1", "router.down_proj", "router.fc2"]
-BLOCKS += [f"{each}_place_{part}" for each in "qkv" for part in ("down", "up")]
+BLOCKS += [f"{each}_invocation_{part}" for each in "qkv" for part in ("down", "up")]
 NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba-1", "mamba-2", "falcon-mamba")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
@@ -1444,8 +1444,8 @@ ADAPTERS = {
                 "linear_x",
                 "x_proj",
                 "mamba.in_proj",
-                "q_place_up",
-                "place_down",
+                "q_invocation_up",
+                "invocation_down",
                 "v_proj@sliding",
             ),
             "indexer.wk",

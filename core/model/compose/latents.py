@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
     """Latents of keys and values, and the key of all heads; None: they are another layer's."""
 
     gates: View
-    """Gates that stand apart."""
+    """Separate gates."""
 
     key: View
     """An indexer's key."""
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 
 def latent_in(b: Build, a: AttentionSpec, n: Value) -> Value:
-    """What queries are made of, or their latents; latents of keys and values; gates that stand apart; an indexer's."""
+    """What queries are made of, or their latents; latents of keys and values; separate gates; an indexer's."""
     latent = latent_of(a)
     if latent.q_rank:
         own = [Proj("self_attn.q_a_proj", latent.q_rank, 1, a.qkv_bias, form=latent.form)]
@@ -133,7 +133,7 @@ def put_index(b: Build, a: AttentionSpec, index: IndexerSpec, queries: Read, own
 
 
 def take_gates(b: Build, a: AttentionSpec, gates: View) -> Value | None:
-    """Gates that stand apart, one for each element of heads' outputs; None: there are none."""
+    """Separate gates, one for each element of heads' outputs; None: there are none."""
     if a.output_gate not in (OutputGate.PER_ELEMENT, OutputGate.PER_HEAD):
         return None
     return b.put(TakeGates(gates, "gates", a.num_heads, latent_of(a).value_dim), a.gate_size)

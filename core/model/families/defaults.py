@@ -51,7 +51,9 @@ class Defaults(Mapping[str, Any]):
         return self._without((*SHAPE, *TOKENS))
 
     def _without(self, names: Collection[str]) -> dict[str, Any]:
-        found = {**class_defaults()[self.config_class], **self.own}
+        if self.config_class not in (classes := class_defaults()):
+            raise KeyError(f"{FILE.name} has no {self.config_class}: run `make docs`, which writes it")
+        found = {**classes[self.config_class], **self.own}
         left_out = {*names} - {*self.takes, *self.own}
         return {name: value for name, value in found.items() if name not in left_out and value is not UNREAD}
 

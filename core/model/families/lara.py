@@ -54,5 +54,5 @@ LARA_MINI = Family(
     ("LaraMiniForCausalLM",),
     _read,
     Defaults("LaraMiniConfig", takes=("eos_token_id",)),
-    TensorNames(fused={_FUSED: _PARTS}, apart=(_FUSED,), older={"linear_attn.norm": "linear_attn.out_norm"}),
+    TensorNames(fused={_FUSED: _PARTS}, separate=(_FUSED,), older={"linear_attn.norm": "linear_attn.out_norm"}),
 )

@@ -274,11 +274,11 @@ def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """The scores, with `other_score` for experts outside the groups that each token may choose from."""
+    """The scores, with `masked_score` for experts outside the groups that each token may choose from."""
     groups = ranked.view(len(ranked), routing.groups, -1)
     best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
-    return groups.masked_fill(~kept[..., None], routing.other_score).view_as(ranked)
+    return groups.masked_fill(~kept[..., None], routing.masked_score).view_as(ranked)
 
 
 def mix_experts(

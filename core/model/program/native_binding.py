@@ -18,7 +18,7 @@ from ....ops.elementwise.float8_kv import UNSCALED, KvScales
 from ....ops.library.native_model import LayerMixture
 from ....ops.library.native_program import NativeOp
 from ..batch import AxisPositions
-from ..specs.attention import AttentionSpec, LogScaling, TemperatureTuning
+from ..specs.attention import AttentionSpec, LogScaling
 from ..specs.layers import LayerSpec, kv_index, ropes_of
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
@@ -33,7 +33,7 @@ class Tables:
     """Cosines and sines `[positions + spare, rotary_dim]` float32: of each rotated element, times the attention factor.
     """
 
-    log_scalings: Mapping[TemperatureTuning | LogScaling, torch.Tensor]
+    log_scalings: Mapping[LogScaling, torch.Tensor]
     """Factors of queries, `[positions]` float32."""
 
     spare: int = 0

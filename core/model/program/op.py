@@ -29,7 +29,7 @@ EMBEDDED = "e0"
 CHOSEN = "chosen"
 
 #: What a router's small network begins with, for that of the next layer `[tokens, size]`.
-ROUTED = "routed"
+ROUTER_STATE = "router_state"
 
 #: Per-layer embeddings of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
 PER_LAYER, LAYER_EMBEDDING = "per_layer", "layer_embedding"

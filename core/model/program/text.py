@@ -5,7 +5,7 @@ Tests: tests/core/model/program/test_text.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from ....memory.pages.projections import Projection
@@ -31,26 +31,42 @@ def program_lines(config: ModelConfig) -> list[str]:
 
 def _layer_lines(config: ModelConfig) -> list[str]:
     found: dict[tuple[str, ...], list[int]] = {}
+    shared = [config.composed(layer).shared for layer in config.layers]
     for index, (program, own) in enumerate(zip(config.programs, config.projections.layers, strict=True)):
-        found.setdefault(tuple(_lines(program, own)), []).append(index)
+        found.setdefault(tuple(_lines(program, own, shared[index])), []).append(index)
     lines = list[str]()
     for program, layers in found.items():
-        lines += [_layers(layers, config.num_layers), *(f"  {line}" for line in program)]
+        title = f"all {config.num_layers} layers" if len(layers) == config.num_layers else _layers(layers)
+        lines += [f"{title}{_sharing(layers, shared)}:", *(f"  {line}" for line in program)]
     return lines
 
 
-def _layers(indices: Sequence[int], count: int) -> str:
+def _layers(indices: Sequence[int]) -> str:
     """Numbers of layers, as `layers 0-2, 4-6`."""
-    if len(indices) == count:
-        return f"all {count} layers:"
     runs = [[each for _, each in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
     names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return f"layer{'s' if len(indices) > 1 else ''} {', '.join(names)}:"
+    return f"layer{'s' if len(indices) > 1 else ''} {', '.join(names)}"
 
 
-def _lines(program: LayerProgram, own: Sequence[Projection]) -> Iterator[str]:
+def _sharing(indices: Sequence[int], shared: Sequence[Mapping[str, int]]) -> str:
+    """Which layers have the same weights. shared: the first layer with each slot that layers share, by layer."""
+    same: dict[int, list[int]] = {}
+    for index in indices:
+        for first in set(shared[index].values()):
+            same.setdefault(first, []).append(index)
+    groups = [f"{_layers(each)} share weights" for each in same.values() if len(each) > 1]
+    return f" ({'; '.join(groups)})" if groups else ""
+
+
+def _lines(program: LayerProgram, own: Sequence[Projection], shared: Collection[str]) -> Iterator[str]:
     ops = [op for op in program.ops if not isinstance(op, Begin | End)]
-    return _aligned((op.formula(), _product(op, own) if isinstance(op, Gemm) else op.detail()) for op in ops)
+    return _aligned((op.formula(), _detail(op, own, shared)) for op in ops)
+
+
+def _detail(op: Op, own: Sequence[Projection], shared: Collection[str]) -> str:
+    """What an op of a layer computes with. own: the layer's projections. shared: slots that layers share."""
+    found = _product(op, own) if isinstance(op, Gemm) else op.detail()
+    return f"{found}; shared" if {*op.slots} & {*shared} else found
 
 
 def _product(op: Gemm, projections: Sequence[Projection]) -> str:

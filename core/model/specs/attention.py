@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ....memory.pages.layout import KvShape
 from ....ops.attention.blocks import BlockMask
@@ -57,6 +57,19 @@ class OutputGate(StrEnum):
     """g_proj gives every head one: LFM3, and Dots 3 Note over latents."""
 
 
+class LogScaling(Protocol):
+    """Log-n attention scaling: factors of queries by position, of a frozen class of a family's own or of
+    `TemperatureTuning`.
+    """
+
+    is_rounded: ClassVar[bool]
+    """Factors are rounded to the model's dtype before they multiply."""
+
+    def factors(self, count: int) -> torch.Tensor:
+        """Of positions 0 … count-1, float32."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TemperatureTuning:
     """Attention temperature tuning: a query of position p is multiplied by
@@ -64,7 +77,6 @@ class TemperatureTuning:
     """
 
     is_rounded: ClassVar[bool] = True
-    """Factors are rounded to the model's dtype before they multiply."""
 
     beta: float
     positions: int
@@ -73,29 +85,11 @@ class TemperatureTuning:
     """Number of the first position."""
 
     def factors(self, count: int) -> torch.Tensor:
-        """Of positions 0 … count-1, float32."""
+        """See `LogScaling.factors`."""
         import torch
 
         numbers = torch.arange(self.first, self.first + count)
         return 1 + self.beta * torch.log(1 + torch.floor(numbers / self.positions))
-
-
-@dataclass(frozen=True, slots=True)
-class LogScaling:
-    """Log-n attention scaling: a query of position p is multiplied by `1 + alpha · log(max((p + 1) / floor, 1))`
-    (Inkling).
-    """
-
-    is_rounded: ClassVar[bool] = False
-
-    alpha: float
-    floor: int
-
-    def factors(self, count: int) -> torch.Tensor:
-        """Of positions 0 … count-1, float32."""
-        import torch
-
-        return 1 + self.alpha * torch.log((torch.arange(1, count + 1).float() / self.floor).clamp(min=1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +178,7 @@ class AttentionSpec:
     softplus_gates: bool = False
     """Gates multiply by `log(1 + e^gate)`, rather than by their sigmoids (Laguna)."""
 
-    log_scaling: TemperatureTuning | LogScaling | None = None
+    log_scaling: LogScaling | None = None
     """Factors of queries by position; None: there are none."""
 
     relative: RelativeSpec | None = None

@@ -420,7 +420,7 @@ class ModelConfig:
         fused = (
             (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
             for path, parts in self.tensors.fused.items()
-            if path not in self.tensors.apart and not by_path.keys().isdisjoint(parts)  # of projections
+            if path not in self.tensors.separate and not by_path.keys().isdisjoint(parts)  # of projections
         )
         renamed = ((each.name, names[each.path]) for each in self.projections if each.path in names)
         biased = tuple(
@@ -448,7 +448,7 @@ class ModelConfig:
             stacked_sides=self.tensors.stacked_sides,
             layers=self.tensors.layers,
             embeddings=self.tensors.embeddings,
-            places=tuple(None if layer.block is None else layer.block.place for layer in self.layers),
+            places=tuple(None if layer.block is None else layer.block.invocation for layer in self.layers),
             shared=self._shared,
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,

@@ -22,23 +22,23 @@ class SharedBlock:
         h = attention(norm([x, e]))
         x += mixer(norm(x + linear(feed_forward(norm(h)))))
 
-    The layer's `AttentionSpec` and `GatedSpec` are the block's. All layers of a block have its weights; `linear`, and
-    pairs of small matrices that are added to its input projections, are each layer's own.
+    The layer's `AttentionSpec` and `GatedSpec` are the block's. All layers of a block share its weights. Each has its
+    own `linear`, and its own low-rank pairs, which are added to the block's input projections (LoRA of an invocation).
     """
 
     mixer: RecurrentSpec
 
     first: int
-    """The first layer with this block, where checkpoints have its weights, and the small matrices of all its layers."""
+    """The first layer with this block, where checkpoints have its weights, and the low-rank pairs of all its layers."""
 
-    place: int
-    """The layer's number among those with a block, by which it finds its small matrices."""
+    invocation: int
+    """The layer's number among those with a block, by which it finds its low-rank pairs."""
 
     heads_rank: int
-    """Inner width of the small matrices beside q_proj, k_proj and v_proj; 0: there are none."""
+    """Rank of the pairs of q_proj, k_proj and v_proj; 0: there are none."""
 
     mlp_rank: int
-    """Inner width of those beside gate and up, likewise."""
+    """Rank of the pair of gate and up; 0: there is none."""
 
     @property
     def mixer_path(self) -> str:

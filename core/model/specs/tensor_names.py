@@ -88,9 +88,9 @@ class TensorNames:
     """The name before a layer's number."""
 
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
-    """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number, or for that of a
-    shared block's place. A checkpoint that has the part under its own name has it there. A part with the end of its
-    tensor's name, such as `mlp.gate.e_score_correction_bias`, is that tensor alone."""
+    """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number, or for that of an
+    invocation of a shared block. A checkpoint that has the part under its own name has it there. A part with the end of
+    its tensor's name, such as `mlp.gate.e_score_correction_bias`, is that tensor alone."""
 
     numbers: Renumbers | None = None
     """How layers are numbered where several stand under one number, or what of the last one is behind all; None: each
@@ -106,7 +106,7 @@ class TensorNames:
     """A name in a layer → the parts whose rows are stacked in that tensor, in order; used unless the checkpoint has a
     tensor for each of them instead."""
 
-    apart: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
     """Tensors of `fused` whose parts are modules of their own in transformers, as adapters have them (Lara Mini)."""
 
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
@@ -176,9 +176,9 @@ class TensorNames:
             return StackedSides.BEFORE
         return StackedSides.BY_TRANSFORMERS if self.by_shape else StackedSides.NEVER
 
-    def at_place(self, place: int) -> TensorNames:
-        """The names in a layer with this number of a shared block's place, which stands for `{}`."""
-        names = {part: name.replace("{}", str(place)) for part, name in self.names.items()}
+    def at_invocation(self, invocation: int) -> TensorNames:
+        """The names in a layer with this invocation of a shared block, whose number `{}` stands for."""
+        names = {part: name.replace("{}", str(invocation)) for part, name in self.names.items()}
         return replace(self, names=names)
 
     def of(self, tensors: Container[str]) -> TensorNames:

@@ -151,7 +151,7 @@ class WeightLoader(Weights):
         for name, numbers in experts.items():
             rows, *others = shapes[name]
             matrix = (rows // len(numbers), *others)
-            count = len(numbers) + self._idle(name)
+            count = len(numbers) + self._num_unread(name)
             shapes[name] = (count, *(matrix[::-1] if name in transposed else matrix))
             if self._config.tensors.flat:
                 self._flat[name] = shapes[name]
@@ -163,7 +163,7 @@ class WeightLoader(Weights):
             shapes[head] = (rows + self._config.further_logits, *others)
         return shapes | {name: shapes[name][::-1] for name in transposed - experts.keys()}
 
-    def _idle(self, stack: str) -> int:
+    def _num_unread(self, stack: str) -> int:
         """Experts of a stack of gates or ups that have no output matrix, and are not read."""
         experts = self._config.experts
         return 0 if experts is None or stack.endswith("down_proj") else experts.num_stored - experts.count

@@ -45,10 +45,10 @@ class VbLora(Method):
 
     def pair(self, module: str, parts: Mapping[str, TensorInfo], widest: int) -> Pair:
         bank = matrix_of(parts, "vblora_vector_bank")
-        (rank, in_tiles, count), (out_tiles, other_rank, other_count) = (_logits(parts, name) for name in _SIDES)
+        (rank, in_tiles, count), (out_tiles, b_rank, b_count) = (_logits(parts, name) for name in _SIDES)
         vectors, length = bank.shape
         topk = self.fields.get("topk", 2)
-        if rank != other_rank or not count == other_count == vectors or topk > vectors:
+        if rank != b_rank or not count == b_count == vectors or topk > vectors:
             found = " and ".join(f"{name} {list(parts[name].shape)}" for name in (*_SIDES, "vblora_vector_bank"))
             raise WrongParts(f"the shapes of {found} do not fit each other and topk, {topk}")
         sides = []

@@ -48,11 +48,11 @@ struct MixtureDesc {
     Activation shared_activation;  // the shared expert's, with a gate if the others have one
     float shared_alpha, shared_limit;
     int32_t routed;  // width of the router's input; the experts' own: `hidden`
-    int32_t idle;  // further experts, behind the others, that give the router's input back
+    int32_t identity;  // identity experts, after the others: they give the router's input back
     const float* out_norm;  // [hidden]: an expert's output is multiplied by these, then normalised; null: it is not
     float out_eps;  // of that norm
 
-    int choices() const { return experts + idle; }
+    int choices() const { return experts + identity; }
     Gating gating(bool shared) const {
         if (shared) return {shared_activation, shared_alpha, shared_limit};
         return {activation, alpha, limit};

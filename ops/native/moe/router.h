@@ -24,7 +24,7 @@ struct RoutingDesc {
     int32_t group_best;  // 1 or 2: how many best scores of a group are added up
     float epsilon, factor;  // added to that sum; of the weights
     float jitter;  // of kSparseMixer
-    float other_score = -std::numeric_limits<float>::infinity();  // of experts of other groups
+    float masked_score = -std::numeric_limits<float>::infinity();  // of experts whose group a token may not choose from
     float logits_factor = 1;  // of all logits
 };
 
@@ -109,7 +109,7 @@ class Router {
         std::sort(all.begin(), end - 1, above);
     }
 
-    // Rank experts outside the best groups by `other_score`: last, unless it is finite. A group's score is the sum of its one or two best.
+    // Rank experts outside the best groups by `masked_score`: last, unless it is finite. A group's score is the sum of its one or two best.
     void keep_groups(const RoutingDesc& r, int experts) {
         const int size = experts / r.groups;
         of_groups_.clear();
@@ -122,7 +122,7 @@ class Router {
         kept_.assign(r.groups, false);
         for (int i = 0; i < r.kept_groups; i++) kept_[of_groups_[i].second] = true;
         for (int e = 0; e < experts; e++)
-            if (!kept_[e / size]) ranked_[e].first = r.other_score;
+            if (!kept_[e / size]) ranked_[e].first = r.masked_score;
     }
 
     std::vector<float> scores_;

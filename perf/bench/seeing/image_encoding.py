@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ....core.engine import Engine
-from ....core.media.apart import work_apart
+from ....core.media.background import work_in_background
 from ....core.media.images import BACKEND
 from ....core.requests.request import Request
 from ....memory.host.daemon_pool import DaemonPool
@@ -56,7 +56,7 @@ class Transformers:
         self._model: Any = kind.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
         images = transformers.AutoImageProcessor
         self._images: Any = images.from_pretrained(path, backend=BACKEND, local_files_only=True)
-        self._pool = DaemonPool("transformers", 1, initializer=lambda: work_apart(threads))
+        self._pool = DaemonPool("transformers", 1, initializer=lambda: work_in_background(threads))
 
     def encode(self, files: Sequence[bytes]) -> None:
         self._pool.submit(self._encode, files).result()

@@ -9,7 +9,7 @@ import torch
 
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.decoder import GemmUse
-from chorus.core.model.families.zaya.ops import AddScaled, CarryRouted
+from chorus.core.model.families.zaya.ops import AddScaled, CarryRouterState
 from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.program.ops.moe import Moe
 from chorus.core.model.program.text import program_lines
@@ -40,8 +40,8 @@ def test_shapes_and_slots(model):
     assert config.recurrent == convolved
     assert [each.is_first for each in config.layers] == [True, False, False]
     own = [{slot.name: slot for slot in config.composed(layer).slots} for layer in config.layers]
-    assert "routed_scale" not in own[0]
-    assert own[1]["routed_scale"].tensors[0].shape == (24,)
+    assert "router_state_scale" not in own[0]
+    assert own[1]["router_state_scale"].tensors[0].shape == (24,)
     assert own[1]["experts.router"].tensors[0].shape == (9, 24), "one expert more gives nothing"
     assert [each.path.rpartition(".")[2] for each in own[1]["qkv"].tensors] == ["weight"] * 4
     assert {"router_down_bias", "router_first_bias", "router_second_bias"} <= own[0].keys()
@@ -52,8 +52,8 @@ def test_the_program_and_its_text(model):
     first, second = (config.composed(layer).program for layer in config.layers[:2])
     assert [len(each.segments) for each in (first, second)] == [2, 2], "convolutions and attention are apart"
     assert {each.name for each in second.segments[0].mixed} == {"qkv"}
-    carried = [next(op for op in program.ops if isinstance(op, CarryRouted)) for program in (first, second)]
-    assert [op.before for op in carried] == [None, "routed"]
+    carried = [next(op for op in program.ops if isinstance(op, CarryRouterState)) for program in (first, second)]
+    assert [op.before for op in carried] == [None, "router_state"]
     assert sum(isinstance(op, AddScaled) for op in first.ops) == 2
     text = "\n".join(program_lines(config))
     assert "convolutions of queries and keys, over 2 and 2 tokens" in text

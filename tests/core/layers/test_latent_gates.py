@@ -112,7 +112,7 @@ def test_experts_of_other_groups_come_before_scores_below_zero():
     theirs.weight.data.normal_(generator=torch.Generator().manual_seed(2))
     ours = Routing(
         4, Scoring.SIGMOID, True, factor=config.routed_scaling_factor, corrected=True, groups=4, kept_groups=2,
-        other_score=0.0, epsilon=1e-20,
+        masked_score=0.0, epsilon=1e-20,
     )  # fmt: skip
     for shift in (0.0, -0.5, -2.0):
         theirs.e_score_correction_bias.normal_(shift, 0.3, generator=torch.Generator().manual_seed(3))
@@ -124,6 +124,6 @@ def test_experts_of_other_groups_come_before_scores_below_zero():
         if shift > -2:  # else all of the others' scores are equal, and any of them may be chosen
             assert torch.allclose(dense[0], dense[1])
         else:
-            kept = choose(logits.detach(), replace(ours, other_score=-math.inf), theirs.e_score_correction_bias)
+            kept = choose(logits.detach(), replace(ours, masked_score=-math.inf), theirs.e_score_correction_bias)
             assert not (dense[1].gather(1, kept.experts) > 0).any()
             assert not (dense[0].gather(1, kept.experts) > 0).any()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chorus.core.model.families.inkling.family import FlooredLogScaling
 from chorus.core.model.families.inkling.ops import TakeRelative
 from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.heads import Heads
@@ -16,7 +17,7 @@ from chorus.core.model.program.text import program_lines
 from chorus.core.model.program.torch_heads import log_scaling
 from chorus.core.model.program.torch_step import OpContext
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.specs.attention import LogScaling, RelativeSpec, TemperatureTuning
+from chorus.core.model.specs.attention import RelativeSpec, TemperatureTuning
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.weights.shard import Shard
 
@@ -35,7 +36,7 @@ def model(tmp_path):
 
 
 def test_log_scaling_is_transformers_own():
-    found = LogScaling(0.4, 12).factors(40)
+    found = FlooredLogScaling(0.4, 12).factors(40)
     places = torch.arange(40)
     assert torch.equal(found, 1.0 + 0.4 * torch.log(((places + 1).float() / 12).clamp(min=1.0)))
     assert (found[:12] == 1).all()
@@ -48,7 +49,7 @@ def test_layers_as_transformers_has_them(model):
     assert (sliding.num_heads, sliding.num_kv_heads, sliding.head_dim, sliding.window) == (6, 2, 24, 20)
     assert (whole.num_heads, whole.num_kv_heads, whole.head_dim, whole.window) == (4, 2, 16, None)
     assert (sliding.relative, whole.relative) == (RelativeSpec(6, 20), RelativeSpec(6, 24))
-    assert (sliding.log_scaling, whole.log_scaling) == (None, LogScaling(0.4, 12))
+    assert (sliding.log_scaling, whole.log_scaling) == (None, FlooredLogScaling(0.4, 12))
     assert (sliding.form, whole.form) == ("sliding", "")
     assert whole.scale == 1 / 16
     assert whole.rope is None
@@ -88,7 +89,7 @@ def test_factors_of_queries_are_not_rounded(model):
     """transformers multiplies in float32, and rounds once."""
     mixer = read_model_config(model).layers[1].attention
     bound = SimpleNamespace(max_model_len=40, device=torch.device("cpu"), dtype=torch.bfloat16)
-    factors = LogScaling(0.4, 12).factors(40)
+    factors = FlooredLogScaling(0.4, 12).factors(40)
     found = log_scaling(mixer, bound)
     assert found is not None
     assert torch.equal(found[:, 0, 0], factors)

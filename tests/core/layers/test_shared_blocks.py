@@ -77,12 +77,15 @@ def test_checkpoints_have_a_block_in_its_first_layer(model):
     names = sources(config, ())
     at = "model.layers.3.shared_transformer."
     assert names["model.layers.6.self_attn.q_proj.weight"].name == f"{at}self_attn.q_proj.weight"
-    assert names["model.layers.6.mlp.place_up.weight"].name == f"{at}feed_forward.gate_up_proj_adapter_list.3.1.weight"
+    assert (
+        names["model.layers.6.mlp.invocation_up.weight"].name
+        == f"{at}feed_forward.gate_up_proj_adapter_list.3.1.weight"
+    )
     assert names["model.layers.6.linear.weight"].name == "model.layers.6.linear.weight"
     loader = WeightLoader(model, config, torch.float32)
     first, last = (loader.projection(layer, "mlp.down_proj") for layer in (3, 6))
     assert torch.equal(first, last), "as DoRA reads it"
-    assert not torch.equal(loader.projection(3, "mlp.place_up"), loader.projection(6, "mlp.place_up"))
+    assert not torch.equal(loader.projection(3, "mlp.invocation_up"), loader.projection(6, "mlp.invocation_up"))
 
 
 def test_pieces_with_a_block_give_what_a_whole_step_gives(model):
@@ -107,9 +110,9 @@ def test_adapters_are_on_all_linear_modules_that_are_called():
     assert {*found.targets} == {"in_proj", "out_proj", *BLOCKS, *block}
     assert not found.num_left_out, "transformers, too, computes nothing with those of other layers"
     uses = uses_of(found)
-    # of four layers with a block, each has the small matrices of two: its own are four pairs, as are the other's
+    # of four layers with a block, each has the low-rank pairs of two: its own are four pairs, as are the other's
     assert sum("never calls" in use for use in uses.values()) == 4 * 8 * 2
-    assert set(config.projections.layers_of("place_up")) == {1, 3, 4, 6}
+    assert set(config.projections.layers_of("invocation_up")) == {1, 3, 4, 6}
 
 
 def test_small_matrices_of_another_layer_are_known_as_such(model):
@@ -118,7 +121,7 @@ def test_small_matrices_of_another_layer_are_known_as_such(model):
     assert modules.without_number(4, path.format(2)) == path, "layer 4 is the third with a block"
     assert modules.without_number(4, path.format(0)) is None
     assert modules.without_number(0, path.format(0)) is None
-    assert modules.in_layer(4)[path.format(2)] == ("place_down",)
+    assert modules.in_layer(4)[path.format(2)] == ("invocation_down",)
     assert path.format(0) not in modules.in_layer(4)
 
 
@@ -183,7 +186,7 @@ def test_a_trained_bias_of_a_shared_block_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"num_key_value_heads": 2}, "num_key_value_heads is 2: transformers' small matrices give as many keys"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2: transformers' low-rank pairs give as many keys"),
         ({"layers_block_type": ["hybrid"]}, "num_hidden_layers is 7: layers_block_type has 1 layers"),
         ({"layers_block_type": ["attention"] * 7}, "attention is not supported; supported: linear_attention, mamba"),
         ({"n_mamba_heads": 7}, "n_mamba_heads is 7: mamba_expand"),
@@ -203,6 +206,6 @@ def test_fields_that_are_missing_have_the_values_of_transformers(model):
     assert config.layers[1].dense.size == 4 * 64 and config.layers[1].dense.activation is Activation.GELU
     assert config.max_position_embeddings == 16_384
     assert [layer.block and layer.block.first for layer in config.layers] == [None, 1, None, 3, 1, None, 3]
-    assert [layer.block and layer.block.place for layer in config.layers] == [None, 0, None, 1, 2, None, 3]
+    assert [layer.block and layer.block.invocation for layer in config.layers] == [None, 0, None, 1, 2, None, 3]
     config = read_model_config(changed(model, layers_block_type=["mamba"] * 7))
     assert not config.attention_layers and not any(layer.block for layer in config.layers)

@@ -1,4 +1,4 @@
-"""LongCat-Flash: shortcut-connected experts, idle experts, names and refusals. See `paths`, too."""
+"""LongCat-Flash: shortcut-connected experts, identity experts, names and refusals. See `paths`, too."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_every_second_layer_has_experts_that_the_next_one_adds(model):
     assert "shortcut ← moe n" in "\n".join(program_lines(config))
 
 
-def test_a_router_chooses_among_idle_experts_too(model):
+def test_a_router_chooses_among_identity_experts_too(model):
     config = read_model_config(model)
-    assert (config.experts.count, config.experts.idle, config.experts.choices) == (6, 3, 9)
+    assert (config.experts.count, config.experts.identity, config.experts.choices) == (6, 3, 9)
     assert "gate" not in {each.name for each in config.projections}  # adapters don't change it
     with open_weights(model, config, torch.float32) as weights:
         experts = next(layer["experts"] for layer in weights.layers() if "experts" in layer)
@@ -61,7 +61,7 @@ def test_a_router_chooses_among_idle_experts_too(model):
 
 
 @pytest.mark.parametrize("chosen", [0, 4, 6, 8])
-def test_an_idle_expert_gives_its_input_back(model, chosen):
+def test_an_identity_expert_gives_its_input_back(model, chosen):
     """Every token goes to the same two experts."""
     path = changed(model, moe_topk=2, num_layers=1, routed_scaling_factor=2.0)
     file = path / "model.safetensors"
@@ -76,7 +76,7 @@ def test_an_idle_expert_gives_its_input_back(model, chosen):
 
 @pytest.mark.parametrize("form", ["published", "stacked"])
 def test_other_forms_of_checkpoints_are_the_same(model, form):
-    """Published ones have nothing of idle experts; in memory, transformers has gates and ups of them in one tensor."""
+    """Published ones have nothing of identity experts; in memory transformers has their gates and ups in one tensor."""
     prompts = [[5, 6, 7, 8, 9], [10, 11]]
     want = logits_of(executor_of(model), prompts)
     if form == "stacked":
@@ -84,10 +84,10 @@ def test_other_forms_of_checkpoints_are_the_same(model, form):
     else:
         file = model / "model.safetensors"
         given = load_file(file)
-        idle = {name for name in given if any(f".mlp.experts.{each}." in name for each in (6, 7, 8))}
-        assert len(idle) == 2 * 2 * 3
+        identity = {name for name in given if any(f".mlp.experts.{each}." in name for each in (6, 7, 8))}
+        assert len(identity) == 2 * 2 * 3
         drafts = {"model.mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}
-        save_file({name: each for name, each in given.items() if name not in idle} | drafts, file)
+        save_file({name: each for name, each in given.items() if name not in identity} | drafts, file)
     assert torch.equal(logits_of(executor_of(model), prompts), want)
 
 
@@ -114,7 +114,7 @@ def trained(model, path, **arguments):
 
 
 @pytest.mark.parametrize("parameters", [["experts.gate_up_proj"], ["experts.down_proj", "experts.gate_up_proj"]])
-def test_adapters_on_experts_have_matrices_of_idle_ones(model, tmp_path, drive, parameters):
+def test_adapters_on_experts_have_matrices_of_identity_ones(model, tmp_path, drive, parameters):
     own = trained(
         model, tmp_path / "own", target_modules=["o_proj"], target_parameters=[f"mlp.{it}" for it in parameters]
     )
@@ -147,9 +147,9 @@ def test_an_adapter_of_a_layer_beyond_the_last_is_refused(model, tmp_path):
         inspect_adapter(own, config.module_paths)
 
 
-def test_ranks_refuse_idle_experts(model):
+def test_ranks_refuse_identity_experts(model):
     config = read_model_config(model)
-    with pytest.raises(UnsupportedModel, match="experts that give their input back would be added by every rank"):
+    with pytest.raises(UnsupportedModel, match="identity experts would be added by every rank"):
         Shard(0, 2).config(config)
     config = read_model_config(changed(model, zero_expert_num=0))
     assert Shard(0, 2).config(config).experts.size == 20

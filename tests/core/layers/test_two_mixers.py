@@ -179,12 +179,12 @@ def test_factors_of_columns_are_those_of_their_sections(tiny, shard):
     config = read_model_config(path)
     second = config.layers[0].beside
     assert len(set(second.section_factors)) > 1
-    (inputs,) = (each for each in config.projections.layers[0] if each.product == "beside_in")
+    (inputs,) = (each for each in config.projections.layers[0] if each.product == "mixer_in")
     _, sections = inputs.share(shard.rank, shard.size)
     widths = [each.stop - each.start for each in sections]
     want = [factor for factor, width in zip(second.section_factors, widths, strict=True) for _ in range(width)]
     (first, *_) = WeightLoader(path, config, torch.float32, shard=shard).layers()
-    assert first["beside_factors"].tolist() == torch.tensor(want).tolist()
+    assert first["mixer_factors"].tolist() == torch.tensor(want).tolist()
 
 
 @pytest.mark.parametrize("gates_norm", [False, True])

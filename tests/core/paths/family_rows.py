@@ -28,7 +28,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "kimi-linear": {"untold": SUMS_OF_LATENTS, "changes": {"mlp_layer_types": ["dense"] * 4}},
     **{name: {"refused": {RANKS: "norms inside of attention"}} for name in ("bitnet", "bitnet-biased")},
     **{name: {"refused": {RANKS: "heads are subtracted"}} for name in ("diffllama", "diffllama-biased")},
-    "longcat-flash": {"refused": {RANKS: "give their input back"}},
+    "longcat-flash": {"refused": {RANKS: "identity experts would be added"}},
     **{
         name: {"untold": ROUTED, "refused": {RANKS: "values are those of the token before"}}
         for name in ("zaya", "zaya-windows")

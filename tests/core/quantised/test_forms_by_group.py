@@ -57,7 +57,7 @@ ELSEWHERE = {
     Role.ROUTER,
     Role.EXPERT_GATE_UP,
     Role.EXPERT_DOWN,
-    "beside_out",
+    "mixer_out",
 }
 
 SHARED = (Role.SHARED_GATE_UP, Role.SHARED_DOWN, Role.SHARED_GATE)

@@ -26,7 +26,10 @@ ROUTINGS = {
     "groups": (24, Routing(4, Scoring.SIGMOID, renormalised=True, corrected=True, groups=4, kept_groups=2)),
     "groups by their best": (16, Routing(3, factor=1.5, groups=4, kept_groups=2, group_best=1)),
     "odd groups": (15, Routing(4, Scoring.SOFTMAX, groups=3, kept_groups=2)),
-    "others at zero": (16, Routing(4, Scoring.SIGMOID, True, corrected=True, groups=4, kept_groups=2, other_score=0.0)),
+    "others at zero": (
+        16,
+        Routing(4, Scoring.SIGMOID, True, corrected=True, groups=4, kept_groups=2, masked_score=0.0),
+    ),
     "one": (3, Routing(1, renormalised=True)),
     "all": (4, Routing(4)),
     "llama-4": (16, Routing(2, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True)),

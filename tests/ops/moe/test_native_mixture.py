@@ -66,7 +66,7 @@ ROUTINGS = {
     "corrected logits": Routing(4, Scoring.SIGMOID_OF_CHOSEN, renormalised=True, corrected=True),
     "groups of logits": Routing(3, Scoring.SOFTMAX_OF_CHOSEN, corrected=True, groups=4, kept_groups=2),
     "sparse mixer": Routing(2, Scoring.SPARSE_MIXER, jitter=0.1),
-    "groups, others at 0": Routing(4, Scoring.SIGMOID, corrected=True, groups=8, kept_groups=3, other_score=0.0),
+    "groups, others at 0": Routing(4, Scoring.SIGMOID, corrected=True, groups=8, kept_groups=3, masked_score=0.0),
     "logits times": Routing(4, Scoring.SIGMOID, renormalised=True, logits_factor=0.5),
     "groups by their best": Routing(3, factor=1.5, groups=4, kept_groups=2, group_best=1),
 }

@@ -37,7 +37,7 @@ def _read_k2(fields: ConfigJson) -> ModelConfig:
             raise fields.refuse(other, "n_group and topk_group must be set together, or neither")
     if not fields.has("n_group"):
         fields = fields.with_values({"n_group": 1, "topk_group": 1})
-    routing = replace(reading.routing_in_groups(fields), other_score=0.0)
+    routing = replace(reading.routing_in_groups(fields), masked_score=0.0)
     mixers = [_gated(each) for each in latent.indexed(fields, interleaved=False)]
     model = glm_moe.model(_without_drafts(fields), mixers, _NAMES_K2, has_experts=has_experts, routing=routing)
     layers = [

@@ -94,14 +94,14 @@ class FalconH1Layer(FactoredLayer):
         mixer_weights(b, beside.mixer)
         found, second = attend(b, a, q), b.put(Mix(r, "m", beside.mixer), beside.mixer.out_size)
         y = b.scale(project(b, a, found), beside.attention_out)
-        z = b.scale(mixer_out(b, beside.mixer, second, "beside_out", "z"), beside.out_factor)
+        z = b.scale(mixer_out(b, beside.mixer, second, "mixer_out", "z"), beside.out_factor)
         return b.reduce(b.sum(y, z, "y"))
 
     def _second_in(self, b: Build, beside: MixerBeside, n: Value) -> Value:
-        r = mixer_in(b, beside.mixer, b.scale(n, beside.in_factor, "r"), "beside_in", "r")
+        r = mixer_in(b, beside.mixer, b.scale(n, beside.in_factor, "r"), "mixer_in", "r")
         if not beside.section_factors:
             return r
         (inputs,) = product(b, beside.mixer, "in")
-        rows = rows_of(inputs.of("beside_in", b.hidden))
+        rows = rows_of(inputs.of("mixer_in", b.hidden))
         made = SlotTensor("", (r.width,), rows, made=beside.section_factors)
-        return b.put(Scale(r, r, weight=b.weight("beside_factors", made)), r.width)
+        return b.put(Scale(r, r, weight=b.weight("mixer_factors", made)), r.width)

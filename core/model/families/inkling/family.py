@@ -10,10 +10,11 @@ tests/core/layers/test_sink_experts.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from ...config_json import ConfigJson
-from ...specs.attention import AttentionSpec, HeadNorm, LogScaling, RelativeSpec
+from ...specs.attention import AttentionSpec, HeadNorm, RelativeSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, GatedSpec, Routing, Scoring
@@ -23,6 +24,9 @@ from ..defaults import TOKENS, Defaults
 from .experts import SinkExperts
 from .layer import InklingLayer
 from .stream_convs import StreamConvSpec
+
+if TYPE_CHECKING:
+    import torch
 
 #: Types of layers without a window, and with one.
 _WHOLE, _SLIDING = "hybrid", "hybrid_sliding"
@@ -40,6 +44,22 @@ _FIELDS = {
 _OF_HEADS = {_WHOLE: "", _SLIDING: "swa_"}
 
 _GATED, _OUT = ("gate_proj", "up_proj"), ("down_proj",)
+
+
+@dataclass(frozen=True, slots=True)
+class FlooredLogScaling:
+    """A query of position p is multiplied by `1 + alpha · log(max((p + 1) / floor, 1))`."""
+
+    is_rounded: ClassVar[bool] = False
+
+    alpha: float
+    floor: int
+
+    def factors(self, count: int) -> torch.Tensor:
+        """See `LogScaling.factors`."""
+        import torch
+
+        return 1 + self.alpha * torch.log((torch.arange(1, count + 1).float() / self.floor).clamp(min=1.0))
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -79,7 +99,7 @@ def _mixers(fields: ConfigJson) -> Iterator[tuple[AttentionSpec, StreamConvSpec]
     heads = {kind: _heads_of(fields, _OF_HEADS[kind]) for kind in _OF_HEADS if kind in types}
     forms = [(each.num_kv_heads, each.head_dim) for each in heads.values()]
     floor, taps = fields.optional("log_scaling_n_floor"), fields.integer("conv_kernel_size", least=2)
-    scaling = None if floor is None else LogScaling(fields.number("log_scaling_alpha"), floor)
+    scaling = None if floor is None else FlooredLogScaling(fields.number("log_scaling_alpha"), floor)
     mixers: dict[str, AttentionSpec] = {}
     for kind, each in heads.items():
         window = fields.integer("sliding_window") if kind == _SLIDING else None

@@ -45,7 +45,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     ]
     left_out = (
         *(f"model.layers.{_LAYERS * number}.mlp.router.classifier." for number in range(numbers)),  # of adapters
-        *(f"model.layers.{number}.mlp.experts.{each}." for number in range(numbers) for each in _idle(experts)),
+        *(f"model.layers.{number}.mlp.experts.{each}." for number in range(numbers) for each in _identity(experts)),
     )
     tensors = replace(_TENSORS, left_out=(*_TENSORS.left_out, *left_out))
     return reading.dense(fields, pair * numbers, reading.rms_norm(fields), tensors=tensors)
@@ -75,24 +75,23 @@ def _numbers(fields: ConfigJson) -> int:
 
 def _experts(fields: ConfigJson) -> Experts:
     routing = Routing(1, factor=fields.number("routed_scaling_factor"), corrected=True)
-    idle = reading.number_of(fields, "zero_expert_num")
+    identity = reading.number_of(fields, "zero_expert_num")
     count, chosen = fields.integer("n_routed_experts"), fields.integer("moe_topk")
     if chosen == 1:
         raise fields.refuse("moe_topk", "transformers' experts of this family fail with fewer than 2 for a token")
-    if chosen > count + idle:
-        raise fields.refuse(
-            "moe_topk", f"n_routed_experts and zero_expert_num are {count + idle} together; it can't be more than that"
-        )
+    if chosen > count + identity:
+        every = f"n_routed_experts and zero_expert_num are {count + identity} together"
+        raise fields.refuse("moe_topk", f"{every}; it can't be more than that")
     size, activation = (
         fields.integer("expert_ffn_hidden_size"),
         reading.gated(fields, size="ffn_hidden_size").activation,
     )
     routing = replace(routing, per_token=chosen)
-    return LongCatExperts(count, size, routing, activation, idle=idle, has_fixed_router=True)
+    return LongCatExperts(count, size, routing, activation, identity=identity, has_fixed_router=True)
 
 
-def _idle(experts: Experts) -> range:
-    """Numbers of experts that give their input back; transformers saves matrices of them, which nothing reads."""
+def _identity(experts: Experts) -> range:
+    """Numbers of identity experts; transformers saves matrices of them, which nothing reads."""
     return range(experts.count, experts.choices)
 
 

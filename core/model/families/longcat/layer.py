@@ -1,5 +1,4 @@
-"""LongCat-Flash: experts with a shortcut connection, whose output is added after the next layer; some give their input
-back.
+"""LongCat-Flash: shortcut-connected experts, whose output is added after the next layer; some are identity experts.
 
 Tests: tests/core/layers/test_shortcut_experts.py
 """
@@ -22,14 +21,15 @@ SHORTCUT = "shortcut"
 
 @dataclass(frozen=True)
 class LongCatExperts(Experts):
-    """Further experts, behind the others, give their input back; transformers saves gates and ups of them."""
+    """The last experts may be identity (zero-computation) experts, which give their input back."""
 
-    idle: int = 0
+    identity: int = 0
+    """Identity experts; transformers saves gates and ups of them, too, which nothing reads."""
 
     @property
     def choices(self) -> int:
         """See `Experts.choices`."""
-        return self.count + self.idle
+        return self.count + self.identity
 
     @property
     def num_stored(self) -> int:
@@ -39,7 +39,7 @@ class LongCatExperts(Experts):
     @property
     def why_whole(self) -> str | None:
         """See `Experts.why_whole`."""
-        return "experts that give their input back would be added by every rank" if self.idle else None
+        return "identity experts would be added by every rank" if self.identity else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""Zamba and Zamba 2: layers of Mamba, some behind a block whose weights they share: attention and a feed-forward part.
+"""Zamba and Zamba 2: layers of Mamba. In some of them a block of attention and a feed-forward part comes before Mamba;
+these layers share one or two blocks' weights.
 
-A block reads the residual stream and the embeddings, side by side. Its output is added to what the layer's mixer reads,
-not to the residual stream: see `SharedBlock`. transformers lists the small matrices that each layer adds to its block's
-in the block, by the layer's number among those with a block.
+A block reads the residual stream and the embeddings, side by side. Its output is added to the input of the layer's
+mixer, not to the residual stream: see `SharedBlock`. Each layer adds low-rank pairs of its own to the block's weights;
+transformers lists them in the block, by the layer's number among those with a block.
 
 Tests: tests/core/layers/test_shared_blocks.py, tests/core/paths
 """
@@ -69,25 +70,27 @@ def _layers(fields: ConfigJson, types: Sequence[str]) -> list[LayerSpec]:
     if not fields.boolean("tie_word_embeddings") and types.count(_HYBRID) > blocks:
         why = f"transformers ties blocks by it, too, and num_mem_blocks is {blocks}; only true is supported"
         raise fields.refuse("tie_word_embeddings", why)
-    for place, (index, first) in enumerate(_firsts(fields, types, blocks)):
-        block = SharedBlock(mamba, first, place, heads_rank, rank)
+    for invocation, (index, first) in enumerate(_firsts(fields, types, blocks)):
+        block = SharedBlock(mamba, first, invocation, heads_rank, rank)
         found[index] = ZambaLayer(attention, mlp, shared=block)
     return found
 
 
 def _firsts(fields: ConfigJson, types: Sequence[str], blocks: int) -> list[tuple[int, int]]:
-    """The layers with a block, each with the first of those that share it. Layers take so many blocks in turn, unless
-    embeddings are not tied: then transformers ties no blocks, either, and each layer has one of its own.
+    """The layers with a block, each with the first layer that has the same block. Layers take `blocks` blocks in turn.
+    If embeddings are not tied, transformers ties no blocks, either, and each layer has a block of its own.
     """
     hybrids, name = [index for index, kind in enumerate(types) if kind == _HYBRID], "hybrid_layer_ids"
     if hybrids and not fields.is_missing(name) and [*fields.indices(name)] != hybrids:
         raise fields.refuse(name, f"the layers with a block are {hybrids}")
     is_tied = fields.boolean("tie_word_embeddings")
-    return [(index, hybrids[place % blocks] if is_tied else index) for place, index in enumerate(hybrids)]
+    return [(index, hybrids[number % blocks] if is_tied else index) for number, index in enumerate(hybrids)]
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    """Heads are twice as wide as the residual stream's, and scores have the scale of heads of half their width."""
+    """Heads of a block's input, which is twice as wide as the residual stream. The scale is that of heads of half the
+    width.
+    """
     wide = 2 * fields.integer("hidden_size")
     heads = reading.heads(fields.without("head_dim").with_values({"hidden_size": wide}))
     if fields.has("head_dim") and fields.integer("head_dim") != heads.head_dim:
@@ -99,10 +102,10 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
 
 
 def _has_pairs(fields: ConfigJson, attention: AttentionSpec) -> bool:
-    """True if layers have matrices of their own beside those of queries, keys and values."""
+    """True if layers add low-rank pairs of their own to the weights of queries, keys and values."""
     found = fields.boolean("use_shared_attention_adapter")
     if found and attention.num_kv_heads != attention.num_heads:
-        why = f"transformers' small matrices give as many keys as queries, num_attention_heads {attention.num_heads}"
+        why = f"transformers' low-rank pairs give as many keys as queries, num_attention_heads {attention.num_heads}"
         raise fields.refuse("num_key_value_heads", f"{why}, where use_shared_attention_adapter is true")
     return found
 
@@ -137,8 +140,8 @@ def _read_first(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(*heads, scale=(heads.head_dim / 2) ** -0.5, rope=None)
     mamba, mlp = _mamba_by_heads(fields), reading.gated(fields)
     found: list[LayerSpec] = [DecoderLayer(mamba, None)] * len(types)
-    for place, (index, first) in enumerate(_firsts(fields, types, 1)):
-        found[index] = ZambaLayer(attention, mlp, shared=SharedBlock(mamba, first, place, 0, 0))
+    for invocation, (index, first) in enumerate(_firsts(fields, types, 1)):
+        found[index] = ZambaLayer(attention, mlp, shared=SharedBlock(mamba, first, invocation, 0, 0))
     return reading.dense(fields, found, reading.rms_norm(fields))
 
 
@@ -170,7 +173,7 @@ def _mamba_by_heads(fields: ConfigJson) -> HeadedScanSpec:
     )
 
 
-_OF_MIXERS = {"attention_norm": "input_layernorm", "second_norm": "mamba_decoder.input_layernorm"}
+_OF_MIXERS = {"attention_norm": "input_layernorm", "mixer_norm": "mamba_decoder.input_layernorm"}
 
 
 def _of_blocks(block: str) -> dict[str, str]:
@@ -211,12 +214,12 @@ ZAMBA_2 = Family(
         names={
             **_of_blocks(_BLOCK),
             **{
-                f"self_attn.{each}_place_{part}": f"{_BLOCK}.self_attn.linear_{each}_adapter_list.{{}}.{number}"
+                f"self_attn.{each}_invocation_{part}": f"{_BLOCK}.self_attn.linear_{each}_adapter_list.{{}}.{number}"
                 for each in "qkv"
                 for number, part in enumerate(("down", "up"))
             },
             **{
-                f"mlp.place_{part}": f"{_BLOCK}.feed_forward.gate_up_proj_adapter_list.{{}}.{number}"
+                f"mlp.invocation_{part}": f"{_BLOCK}.feed_forward.gate_up_proj_adapter_list.{{}}.{number}"
                 for number, part in enumerate(("down", "up"))
             },
         },

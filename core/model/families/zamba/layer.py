@@ -1,4 +1,4 @@
-"""Zamba and Zamba 2: a block of attention and a gated part, whose weights layers share, before a layer's mixer.
+"""Zamba and Zamba 2: before a layer's mixer, a block of attention and a gated part, whose weights layers share.
 
 Tests: tests/core/layers/test_shared_blocks.py
 """
@@ -18,12 +18,12 @@ from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import GatedSpec
 from ...specs.recurrent import RecurrentSpec
 from ...specs.shared_block import SharedBlock
-from .ops import KeepEmbeddings
+from .ops import CopyEmbeddings
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZambaLayer(DecoderLayer):
-    """See `SharedBlock`. Attention and the mixer are apart, so the program has two parts."""
+    """See `SharedBlock`. Attention comes first, then the mixer: the program has two segments."""
 
     shared: SharedBlock
 
@@ -47,17 +47,17 @@ class ZambaLayer(DecoderLayer):
 
     def begin(self, b: Build) -> None:
         """See `LayerSpec.begin`."""
-        b.put_all(KeepEmbeddings(), b.lasting(EMBEDDED, b.hidden))
+        b.put_all(CopyEmbeddings(), b.lasting(EMBEDDED, b.hidden))
 
     def build(self, b: Build) -> None:
         """See `DecoderLayer.build`."""
         block, a, dense = self.shared, self.attention, self.dense
         assert a is not None and isinstance(dense, GatedSpec), "a block has both"
         y = self._block_part(b, block, dense, self._attended(b, block, a))
-        t = b.sum(b.x, b.linear("place_out", y, "t", Proj("linear", b.hidden)), "xt")
+        t = b.sum(b.x, b.linear("block_out", y, "t", Proj("linear", b.hidden)), "xt")
         own, path = block.mixer, block.mixer_path
-        r = mixer_in(b, own, b.norm("second_norm", t), "beside_in", "r", path)
-        b.add(b.reduce(mixer_out(b, own, mix(b, own, r, "m", path), "beside_out", "z", path)))
+        r = mixer_in(b, own, b.norm("mixer_norm", t), "mixer_in", "r", path)
+        b.add(b.reduce(mixer_out(b, own, mix(b, own, r, "m", path), "mixer_out", "z", path)))
 
     def _attended(self, b: Build, block: SharedBlock, a: AttentionSpec) -> Value:
         with b.shared_with(block.first):
@@ -77,18 +77,20 @@ class ZambaLayer(DecoderLayer):
                 gu = gate_up(b, dense, rows, is_alone=not block.mlp_rank)
             if block.mlp_rank:
                 with b.stored_in(block.first):
-                    low = b.linear("place_mlp_down", rows, "low", Proj("mlp.place_down", block.mlp_rank))
-                    up = Proj("mlp.place_up", 2 * dense.size, dense.size, sections=(dense.size, dense.size))
-                    gu = b.sum(gu, b.linear("place_mlp_up", low, "gl", up), "gu")
+                    low = b.linear("invocation_mlp_down", rows, "low", Proj("mlp.invocation_down", block.mlp_rank))
+                    up = Proj("mlp.invocation_up", 2 * dense.size, dense.size, sections=(dense.size, dense.size))
+                    gu = b.sum(gu, b.linear("invocation_mlp_up", low, "gl", up), "gu")
             with b.shared_with(block.first):
                 return down(b, dense, activated(b, dense, gu))
 
 
 def _own_heads(b: Build, a: AttentionSpec, n: Value, rank: int) -> Value:
-    """What the layer's own pairs of small matrices add to queries, keys and values."""
-    low = b.linear("place_heads_down", n, "low", *(Proj(f"self_attn.{each}_place_down", rank) for each in "qkv"))
+    """What the layer's own low-rank pairs add to queries, keys and values."""
+    low = b.linear(
+        "invocation_heads_down", n, "low", *(Proj(f"self_attn.{each}_invocation_down", rank) for each in "qkv")
+    )
     parts: list[Value] = []
     for at, (name, own) in enumerate(zip(("query", "key", "value"), heads_in(a), strict=True)):
-        part, up = View(low, at * rank, (at + 1) * rank, copied=True), f"self_attn.{name[0]}_place_up"
-        parts.append(b.linear(f"place_{name}_up", part, f"{name[0]}u", Proj(up, own.outputs, own.units)))
+        part, up = View(low, at * rank, (at + 1) * rank, copied=True), f"self_attn.{name[0]}_invocation_up"
+        parts.append(b.linear(f"invocation_{name}_up", part, f"{name[0]}u", Proj(up, own.outputs, own.units)))
     return b.concat("low", *parts)

@@ -1,4 +1,4 @@
-"""Embeddings that blocks read again (Zamba).
+"""A copy of the embeddings, which shared blocks read (Zamba).
 
 Tests: tests/core/layers/test_shared_blocks.py
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepEmbeddings(Op):
+class CopyEmbeddings(Op):
     """A copy of x, which all layers may read."""
 
     READS = ("x",)
@@ -41,4 +41,4 @@ class KeepEmbeddings(Op):
 
     def detail(self) -> str:
         """See `Op.detail`."""
-        return "as they are, for layers that read them again"
+        return "for layers with a block, which read the embeddings again"

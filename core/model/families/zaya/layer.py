@@ -13,7 +13,7 @@ from ...compose.build import Build, Proj, Value
 from ...compose.decoder_layer import DecoderLayer
 from ...compose.mixers import mixer_weights
 from ...compose.mixtures import listed_experts, mixture
-from ...program.op import ROUTED
+from ...program.op import ROUTER_STATE
 from ...program.ops.heads import Heads
 from ...program.ops.mix import Mix
 from ...specs.attention import AttentionSpec
@@ -22,7 +22,7 @@ from ...specs.head_conv import HeadConvSpec
 from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
 from ...weights.slots import EXPERTS
-from .ops import AddScaled, CarryRouted
+from .ops import AddScaled, CarryRouterState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,9 +121,9 @@ class ZayaLayer(DecoderLayer):
         low = b.linear("router_down", rows, "rl", Proj(f"{at}.down_proj", size, bias=True), merges=False)
         before = weight = None
         if not self.is_first:
-            before, weight = ROUTED, b.vector("routed_scale", f"{at}.states_scale", size, Keep.PLAIN)
-        low = b.put(CarryRouted(low, before, weight, b.lasting(ROUTED, size)), size)
-        found = b.norm("routed_norm", low, "rn", path=f"{at}.norm")
+            before, weight = ROUTER_STATE, b.vector("router_state_scale", f"{at}.states_scale", size, Keep.PLAIN)
+        low = b.put(CarryRouterState(low, before, weight, b.lasting(ROUTER_STATE, size)), size)
+        found = b.norm("router_norm", low, "rn", path=f"{at}.norm")
         for slot, name in (("router_first", "fc1"), ("router_second", "fc2")):
             found = b.linear(slot, found, "rh", Proj(f"{at}.{name}", size, bias=True), merges=False)
             found = b.activate(found, activation, "rh")

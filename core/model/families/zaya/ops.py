@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...program.layer_program import Kept
-from ...program.op import ROUTED, Op
+from ...program.op import ROUTER_STATE, Op
 
 if TYPE_CHECKING:
     from ...program.torch_step import OpContext, Run, Step
 
 
 @dataclass(frozen=True, slots=True)
-class CarryRouted(Op):
+class CarryRouterState(Op):
     """`out = x + weight · before`, which the next layer's router takes on; without a weight `out = x`."""
 
     READS = ("x", "before")
@@ -28,7 +28,7 @@ class CarryRouted(Op):
     x: str
     before: str | None = None
     weight: str | None = None
-    out: str = ROUTED
+    out: str = ROUTER_STATE
 
     def torch(self, at: OpContext) -> Run:
         """See `Op.torch`."""

@@ -41,7 +41,7 @@ class GateOutput(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`. `Heads` lists gates of what grouped attention gives."""
-        to.need("OpKind.kGate", "gates apart from attention")
+        to.need("OpKind.kGate", "gates of something else than attention")
         x, gates, out = to.read(at, self.x)[0], to.read(at, self.gates)[0], to.out(to.written(at))
         own = {"width": x.value.width, "softplus": int(self.softplus)}
         to.emit("Gate", x=x, gates=gates, out=out, **own)

@@ -105,15 +105,17 @@ class Heads(Op):
             raise NoNativeOp("queries that something else than attention reads")
         if mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL:
             raise NoNativeOp("norm of all heads of keys that are values")
-        for between in range(at + 1, own_at):  # what chooses the blocks that are attended to
-            to.list_op(between)
-        has_gates = self.gates is not None and isinstance(to.next(own_at), GateOutput)
-        last = own_at + has_gates
-        q, x = to.held_as(to.written(at), "Rounded"), to.read(at, self.x)[0]
+        gate, x = to.next(own_at), to.read(at, self.x)[0]
         own: dict[str, Any] = {"output_gate": OUTPUT_GATES[mixer.output_gate]}
         own["softplus_gates"] = int(mixer.softplus_gates)
+        has_gates = self.gates is not None and isinstance(gate, GateOutput)
+        has_gates = has_gates and to.readers(to.written(at, self.gates)) == [gate]  # as no other op changes them
         if self.gates is not None and not has_gates:
             own |= self._kept_gates(to, at, x, self.gates)
+        last = own_at + has_gates
+        for between in range(at + 1, own_at):  # what chooses the blocks that are attended to
+            to.list_op(between)
+        q = to.held_as(to.written(at), "Rounded")
         if attend.chosen is not None:
             own["chosen"] = to.held(own_at, attend.chosen, "Indices")
         out = to.rounded(to.written(last))

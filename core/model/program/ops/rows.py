@@ -202,7 +202,7 @@ class Scale(Op):
 
     def detail(self) -> str:
         """See `Op.detail`."""
-        return self.weight or f"{self.factor:g}"
+        return f"times {self.weight or f'{self.factor:g}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class Clip(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        to.need("OpKind.kClip", "clipping of queries, keys and values")
+        to.need("OpKind.kClip", "clipping")
         x, column, width = to.read(at, self.x)
         to.emit("Clip", x=x, column=column, width=width, limit=self.limit)
 

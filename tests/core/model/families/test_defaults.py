@@ -91,6 +91,11 @@ def test_exceptions_are_none_of_the_class(defaults):
     assert {*defaults.takes} <= {*SHAPE, *TOKENS} & of_class.keys() - defaults.own.keys()
 
 
+def test_a_class_that_the_file_does_not_have_yet_is_named():
+    with pytest.raises(KeyError, match=r"defaults\.json has no NewConfig: run `make docs`"):
+        of_text_alone(Defaults("NewConfig"))
+
+
 def test_a_model_of_text_alone_has_no_default_of_its_shape():
     own = Defaults("LlamaConfig", {"head_dim": 8, "rms_norm_eps": UNREAD})
     part, alone = dict(own), of_text_alone(own)

@@ -139,7 +139,7 @@ SPECS = {
     "bounded": replace(SPEC, activation=BoundedSwiglu(0.6)),
     "bounded, shared": replace(SPEC, shared_size=24, shared_activation=BoundedSwiglu(0.2)),
     "limited": replace(SPEC, activation=LimitedSwiglu(0.6), shared_size=24, shared_activation=Activation.SILU),
-    "idle": LongCatExperts(SPEC.count, SPEC.size, replace(SPEC.routing, corrected=True), idle=5),
+    "identity": LongCatExperts(SPEC.count, SPEC.size, replace(SPEC.routing, corrected=True), identity=5),
     "skipped": ZayaExperts(SPEC.count, SPEC.size, replace(SPEC.routing, corrected=True), router_size=HIDDEN),
     "sigmoid": replace(SPEC, shared_size=24, routing=Routing(4, Scoring.SIGMOID, True, groups=4, kept_groups=2)),
 }

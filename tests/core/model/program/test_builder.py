@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.model.families.longcat.layer import SHORTCUT
 from chorus.core.model.program.layer_program import LayerProgram
-from chorus.core.model.program.op import CHOSEN, EMBEDDED, PER_LAYER, ROUTED, STREAM, STREAMS, Op, name_of
+from chorus.core.model.program.op import CHOSEN, EMBEDDED, PER_LAYER, ROUTER_STATE, STREAM, STREAMS, Op, name_of
 from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.heads import Heads
 from chorus.core.model.program.ops.linear import Gemm
@@ -21,7 +21,7 @@ from chorus.memory.pages.projections import Role
 from ...tiny_families import EVERY, make_tiny
 
 #: Those which a layer leaves to later ones.
-LEFT = {CHOSEN, SHORTCUT, ROUTED}
+LEFT = {CHOSEN, SHORTCUT, ROUTER_STATE}
 LASTING = {STREAM, STREAMS, PER_LAYER, EMBEDDED, *LEFT}
 
 

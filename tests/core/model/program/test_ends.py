@@ -9,7 +9,7 @@ import torch
 
 from chorus.core.model.families.longcat.layer import SHORTCUT
 from chorus.core.model.program.ends import LOGITS, STATES, end_programs
-from chorus.core.model.program.op import CHOSEN, ROUTED, STREAM, name_of
+from chorus.core.model.program.op import CHOSEN, ROUTER_STATE, STREAM, name_of
 from chorus.core.model.program.ops.embed import EmbedMedia
 from chorus.core.model.program.ops.logits import Rows, Select
 from chorus.core.model.program.ops.norm import Norm
@@ -38,7 +38,7 @@ def test_buffers_are_written_before_they_are_read(family):
     for op in (*ends.before, *ends.behind):
         assert {name_of(read) for read in op.reads} <= written, op
         written |= set(op.writes)
-    lasting = {kept.name for kept in ends.lasting} - {CHOSEN, SHORTCUT, ROUTED}  # which layers write
+    lasting = {kept.name for kept in ends.lasting} - {CHOSEN, SHORTCUT, ROUTER_STATE}  # which layers write
     assert {STREAM, STATES, LOGITS, *lasting} <= written
 
 

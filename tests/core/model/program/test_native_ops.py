@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import pytest
 
+from chorus.core.model.compose.attention import attend, gated, heads, project
 from chorus.core.model.compose.build import Build, Value
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
@@ -136,6 +137,33 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
 )
 def test_layers_of_other_forms(layer, expected):
     assert kinds(layer) == expected
+
+
+class HalvedGates(DecoderLayer):
+    """Attention whose gates something changes before, or behind, what is attended."""
+
+    def attention_out(self, b: Build, a: AttentionSpec, x: Value, n: Value) -> Value:
+        q, gates = heads(b, a, x)
+        assert gates is not None
+        if self.residual_multiplier == 1.0:
+            gates = b.scale(gates, 0.5, "half")
+            found = attend(b, a, q)
+        else:
+            found = attend(b, a, q)
+            gates = b.scale(gates, 0.5, "half")
+        return project(b, a, gated(b, a, found, gates))
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(1.0, "Norm Gemm Copy Scale Attend Widen Gate"), (2.0, "Norm Gemm Copy Attend Scale Widen Gate")],
+)
+def test_gates_that_a_layer_changes_are_no_part_of_attention(factor, expected):
+    mixer = replace(MIXER, output_gate=OutputGate.PER_ELEMENT)
+    layer = HalvedGates(mixer, None, residual_multiplier=factor)
+    assert kinds(layer).startswith(expected)
+    (attend,) = (op for op in lowered(layer) if op.kind == "Attend")
+    assert attend.arguments["output_gate"] == "kNoGate"
 
 
 def test_a_router_reads_its_input_in_the_pass_that_makes_it():

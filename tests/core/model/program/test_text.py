@@ -8,6 +8,8 @@ from pathlib import Path
 from chorus.core.model.program.text import program_lines
 from chorus.core.model.read_config import read_model_config
 
+from ...tiny_families import save_config
+
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 100,
@@ -70,3 +72,12 @@ def test_lines_have_shapes_and_kinds(tmp_path):
     assert "y ← moe n         8 experts of 32, 2 for each token by softmax" in lines
     assert "gu ← gemm[gate_up] n  64 → 192: gate_proj, up_proj" in lines
     assert {"x ← embed  100 tokens → 64: embed_tokens", "logits ← logits n  64 → 100: lm_head"} <= lines
+
+
+def test_layers_with_the_same_weights_are_named(tmp_path):
+    save_config("zamba-2", tmp_path, {})
+    lines = program_lines(read_model_config(tmp_path))
+    assert "layers 1, 3-4, 6 (layers 1, 4 share weights; layers 3, 6 share weights):" in lines
+    found = {line.strip().partition("  ")[0]: line.rpartition("  ")[2] for line in lines}
+    assert found["gu ← gemm[gate_up] n"] == "64 → 192: gate_proj, up_proj; shared"
+    assert found["t ← gemm[block_out] y"] == "64 → 64: linear"

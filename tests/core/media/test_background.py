@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from chorus.core.media.apart import work_apart
+from chorus.core.media.background import work_in_background
 from chorus.memory.host.daemon_pool import DaemonPool
 
 from .test_encoder import Driven, request
@@ -18,7 +18,7 @@ OWN = os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def lower() -> int:
-    """The priority of what works apart."""
+    """The priority of what works in the background."""
     return min(19, OWN + 10)
 
 
@@ -28,7 +28,7 @@ def priority_and_threads() -> tuple[int, int]:
 
 def test_other_threads_keep_theirs() -> None:
     before = priority_and_threads()
-    pool = DaemonPool("test", 1, initializer=lambda: work_apart(3))
+    pool = DaemonPool("test", 1, initializer=lambda: work_in_background(3))
     assert pool.submit(priority_and_threads).result(60) == (lower(), 3)
     assert priority_and_threads() == before
 
@@ -37,15 +37,16 @@ def test_threads_that_one_of_them_starts_stand_back_no_further() -> None:
     """A thread of a pool starts the next one, which inherits its priority."""
 
     def twice() -> tuple[int, int]:
-        work_apart(1)
+        work_in_background(1)
         first = priority_and_threads()[0]
-        found = DaemonPool("inner", 1, initializer=lambda: work_apart(1)).submit(priority_and_threads).result(60)
+        inner = DaemonPool("inner", 1, initializer=lambda: work_in_background(1))
+        found = inner.submit(priority_and_threads).result(60)
         return first, found[0]
 
     assert DaemonPool("test", 1).submit(twice).result(60) == (lower(), lower())
 
 
-def test_the_encoder_works_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encoder_works_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     it, found = Driven(), list[tuple[int, int]]()
     prepare = it.maker.prepare
     monkeypatch.setattr(it.maker, "prepare", lambda item: found.append(priority_and_threads()) or prepare(item))
