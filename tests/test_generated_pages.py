@@ -72,9 +72,9 @@ def test_the_types_of_options_are_fresh(generate):
 
 
 def test_notes_of_families_say_what_the_native_decoder_lacks(generate):
-    """Of ranks' shares the support matrix speaks alone. ERNIE 4.5 VL is computed natively with images off."""
+    """Of ranks' shares the support matrix speaks alone."""
     lacking = {title for title, lacks in generate.not_native().items() if not any("ranks" in each for each in lacks)}
-    noted = {family.title for family in ALL if ON_OPERATORS in family.notes or "native decoder" in family.notes}
+    noted = {family.title for family in ALL if ON_OPERATORS in family.notes}
     assert lacking and lacking <= noted
 
 
