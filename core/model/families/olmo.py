@@ -4,9 +4,10 @@ without weights.
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
+from dataclasses import replace
+
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.norms import NormKind, Norms, NormSpec
@@ -18,40 +19,16 @@ from .defaults import Defaults
 
 def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> ModelConfig:
     """layers: rope and window of each."""
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    specs = [
-        DecoderLayer(
-            AttentionSpec(
-                *heads,
-                scale=heads.head_dim**-0.5,
-                rope=rope,
-                window=window,
-                head_norm=HeadNorm.ALL,
-                qkv_bias=bias,
-                o_bias=bias,
-            ),
-            reading.gated(fields),
-            Norms.AFTER,
-        )
-        for rope, window in layers
-    ]
-    return reading.dense(fields, specs, reading.rms_norm(fields, wide=True))
+    attention = rotary.attention(fields, rope=None, head_norm=HeadNorm.ALL)
+    mixers = [replace(attention, rope=rope, window=window) for rope, window in layers]
+    norm = reading.rms_norm(fields, wide=True)
+    return reading.decoder(fields, mixers, reading.gated(fields), norm, norms=Norms.AFTER)
 
 
 def _read_1(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rope,
-        qkv_bias=bias,
-        o_bias=bias,
-        clip=reading.optional_number(fields, "clip_qkv"),
-    )
+    attention = rotary.attention(fields, clip=reading.optional_number(fields, "clip_qkv"))
     norm = NormSpec(1e-5, NormKind.LAYER, wide=True, weightless=True)
-    layer = DecoderLayer(attention, reading.gated(fields))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
+    return reading.decoder(fields, attention, reading.gated(fields), norm)
 
 
 def _read_2(fields: ConfigJson) -> ModelConfig:

@@ -6,7 +6,7 @@ Tests: tests/core/test_families.py, tests/core/model/specs/test_model_config.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +17,27 @@ from ..specs.rope_config import ROPE_TYPES, RopeConfig
 from . import reading
 
 
-def attention(fields: ConfigJson, **options: Any) -> AttentionSpec:
-    """Attention as most models have it: rope, and `attention_bias` on all projections. options: of `AttentionSpec`."""
-    own, bias = reading.heads(fields), fields.boolean("attention_bias")
-    turned = rope(fields, own.head_dim)
-    return AttentionSpec(*own, scale=own.head_dim**-0.5, rope=turned, qkv_bias=bias, o_bias=bias, **options)
+def attention(
+    fields: ConfigJson,
+    *,
+    bias: bool | None = None,
+    interleaved: bool = False,
+    axes: Callable[[ConfigJson, RopeConfig], RopeConfig] | None = None,
+    **options: Any,
+) -> AttentionSpec:
+    """Attention as most models have it: a rope, scores divided by the root of a head's size, and biases of all
+    projections or of none.
+
+    bias: None: `attention_bias` says it. interleaved: see `RopeConfig`. axes: gives the rope its axes; None: positions
+    have one. options: of `AttentionSpec`, in place of these; with `qkv_bias`, the output has no bias but by `o_bias`.
+    """
+    own = reading.heads(fields)
+    if "rope" not in options:
+        turned = rope(fields, own.head_dim, interleaved=interleaved)
+        options["rope"] = turned if axes is None else axes(fields, turned)
+    if "qkv_bias" not in options:
+        options["qkv_bias"] = options["o_bias"] = fields.boolean("attention_bias") if bias is None else bias
+    return AttentionSpec(*own, **{"scale": own.head_dim**-0.5, **options})
 
 
 def rope(

@@ -40,7 +40,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     streams = GatedStreamsSpec(fields.integer("hc_count", least=2), fields.integer("hc_lowrank"))
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     shared = fields.integer("shared_expert_intermediate_size")
-    experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
+    experts = reading.experts(fields, routing, shared=shared, shared_gate=True)
     kinds = dict.fromkeys(types)
     mixers = {kind: _attention(fields) if kind == _INDEXED else _delta(fields, norm.eps) for kind in kinds}
     first = GatedStreamsLayer(mixers[types[0]], experts, Norms.NONE, gates=streams)
