@@ -6,8 +6,6 @@ Tests: tests/core/test_experts.py
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm, OutputGate
 from ..specs.config import ModelConfig
@@ -31,9 +29,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, routing, shared="num_shared_experts")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_ELEMENT)
     types = reading.layer_types(fields, fields.integer("global_attn_every_n_layers"))
-    window, first = reading.checked_window(fields, types), reading.number_of(fields, "num_dense_layers")
-    whole, local = replace(attention, rope=None), replace(attention, window=window)
-    mixers = [local if kind == reading.SLIDING else whole for kind in types]
+    mixers = rotary.of_types(fields, attention, types, {reading.FULL: None, reading.SLIDING: attention.rope})
+    first = reading.number_of(fields, "num_dense_layers")
     has_experts = [index >= first for index in range(len(types))]
     norm, norms = reading.rms_norm(fields, wide=True), Norms.AROUND
     scale = fields.integer("hidden_size") ** 0.5 if fields.boolean("mup_enabled") else 1.0

@@ -11,7 +11,7 @@ from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Activation, Routing, Scoring
-from ..specs.tensor_names import LLAMA_NORMS, SHARED_EXPERTS, TensorNames
+from ..specs.tensor_names import LLAMA_NORMS, SHARED_EXPERTS, STACKED_EXPERTS, TensorNames
 from . import reading, rotary
 from .defaults import Defaults
 
@@ -37,8 +37,7 @@ ARIA_TEXT = Family(
         stacked_experts={
             "mlp.experts.fc1.weight": ("gate_proj", "up_proj"),
             "mlp.experts.fc2.weight": ("down_proj",),
-            "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-            "mlp.experts.down_proj": ("down_proj",),
+            **STACKED_EXPERTS,
         },
         transposed=True,
     ),

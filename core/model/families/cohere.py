@@ -8,8 +8,6 @@ Tests: tests/core/test_families.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
@@ -24,10 +22,8 @@ from .defaults import Defaults
 def _read(fields: ConfigJson) -> ModelConfig:
     attention = rotary.attention(fields, interleaved=True)
     pattern = fields.integer("sliding_window_pattern", None if fields.has("sliding_window_pattern") else 4)
-    mixers = [
-        replace(attention, rope=attention.rope if window else None, window=window)
-        for window in reading.windows_of(fields, reading.layer_types(fields, pattern))
-    ]
+    ropes = {reading.FULL: None, reading.SLIDING: attention.rope}
+    mixers = rotary.of_types(fields, attention, reading.layer_types(fields, pattern), ropes)
     return _model(fields, mixers, fields.number("logit_scale"))
 
 
@@ -44,10 +40,7 @@ def _read_compass(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("head_dim", f"only hidden_size / num_attention_heads is supported: {attention.head_dim}")
     types = reading.layer_types(fields)
     ropes = {kind: _rope_of_type(fields, kind, attention.head_dim) for kind in dict.fromkeys(types)}
-    mixers = [
-        replace(attention, rope=ropes[kind], window=window)
-        for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
-    ]
+    mixers = rotary.of_types(fields, attention, types, ropes)
     return _model(fields, mixers, reading.optional_number(fields, "logit_scale") or 1.0)
 
 

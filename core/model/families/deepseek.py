@@ -37,8 +37,8 @@ def _read_v3(fields: ConfigJson) -> ModelConfig:
 
 def _read_v32(fields: ConfigJson) -> ModelConfig:
     _check_v3(fields)
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
-    return glm_moe.model(fields, latent.indexed(fields, interleaved=False), has_experts=has_experts)
+    mixers = latent.indexed(fields, interleaved=False)
+    return glm_moe.model(fields, mixers, has_experts=reading.mlp_layer_types(fields))
 
 
 def _check_v3(fields: ConfigJson) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -16,7 +14,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention, whole = rotary.attention(fields, head_norm=HeadNorm.EACH), fields.integer("max_window_layers", least=0)
     count = fields.integer("num_hidden_layers")
     types = reading.layer_types(fields, [reading.FULL if at < whole else reading.SLIDING for at in range(count)])
-    return glm_moe.model(fields, [replace(attention, window=each) for each in reading.windows_of(fields, types)])
+    return glm_moe.model(fields, rotary.of_types(fields, attention, types))
 
 
 def _read_solar(fields: ConfigJson) -> ModelConfig:

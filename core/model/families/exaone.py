@@ -27,10 +27,7 @@ def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
     attention = rotary.attention(fields, bias=False, head_norm=HeadNorm.EACH)
     types = reading.layer_types(fields, pattern)
     in_full = attention.rope if reading.checked_window(fields, types) is None else None
-    return [
-        replace(attention, rope=attention.rope if window else in_full, window=window)
-        for window in reading.windows_of(fields, types)
-    ]
+    return rotary.of_types(fields, attention, types, {reading.FULL: in_full, reading.SLIDING: attention.rope})
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -43,8 +40,7 @@ def _read_3(fields: ConfigJson) -> ModelConfig:
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, reading.routing_in_groups(fields), shared="num_shared_experts")
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
-    mixers = attentions(fields, _pattern(fields))
+    mixers, has_experts = attentions(fields, _pattern(fields)), reading.mlp_layer_types(fields)
     return reading.decoder(fields, mixers, experts, has_experts=has_experts, tensors=_EXPERTS)
 
 

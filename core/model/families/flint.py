@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -23,10 +21,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH, sinks=True)
     is_whole = [index < 2 or index % 4 == 1 or index == count - 1 for index in range(count)]
     types = [reading.FULL if it else reading.SLIDING for it in is_whole]
-    mixers = [
-        replace(attention, rope=attention.rope if window else None, window=window)
-        for window in reading.windows_of(fields, reading.layer_types(fields, types))
-    ]
+    ropes = {reading.FULL: None, reading.SLIDING: attention.rope}
+    mixers = rotary.of_types(fields, attention, reading.layer_types(fields, types), ropes)
     if not fields.has("mlp_only_layers"):
         fields = fields.with_values({"mlp_only_layers": [0, 1]})
     norm, has_experts = reading.rms_norm(fields, wide=True), reading.sparse_layers(fields)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -30,10 +28,9 @@ def read_layers(
     scale = fields.integer("query_pre_attn_scalar") if fields.states("query_pre_attn_scalar", size) else size
     softcap = reading.softcap(fields, "attn_logit_softcapping")
     attention = rotary.attention(fields, rope=None, scale=scale**-0.5, softcap=softcap, head_norm=head_norm)
-    windows = reading.windows_of(fields, types)
     return reading.decoder(
         fields,
-        [replace(attention, rope=ropes[kind], window=window) for kind, window in zip(types, windows, strict=True)],
+        rotary.of_types(fields, attention, types, ropes),
         reading.gated(fields, activation),
         reading.rms_norm(fields, one_plus=True),
         norms=norms,

@@ -38,16 +38,14 @@ def _read_text(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_lite(fields: ConfigJson) -> ModelConfig:
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
-    return model(fields, attention, has_experts=has_experts)
+    return model(fields, attention, has_experts=reading.mlp_layer_types(fields))
 
 
 def _read_5(fields: ConfigJson) -> ModelConfig:
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
     fields.states("indexer_rope_interleave", True)
     mixers = latent.indexed(fields, interleaved=True, kinds=latent.indexer_kinds(fields))
-    return model(fields, mixers, has_experts=has_experts)
+    return model(fields, mixers, has_experts=reading.mlp_layer_types(fields))
 
 
 def _attention(fields: ConfigJson, **options: Any) -> AttentionSpec:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
@@ -15,7 +13,6 @@ from .defaults import Defaults
 
 def _read(fields: ConfigJson) -> ModelConfig:
     attention = rotary.attention(fields, sinks=True)
-    windows = reading.windows_of(fields, reading.layer_types(fields, 2))
     experts = reading.experts(
         fields,
         Routing(1, Scoring.SOFTMAX_OF_CHOSEN, bias=True),
@@ -23,7 +20,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         activation=ClampedSwiglu(fields.number("swiglu_alpha"), fields.number("swiglu_limit")),
         biased=True,
     )
-    mixers = [replace(attention, window=each) for each in windows]
+    mixers = rotary.of_types(fields, attention, reading.layer_types(fields, 2))
     return reading.decoder(fields, mixers, experts, reading.rms_norm(fields, wide=True))
 
 

@@ -19,7 +19,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
 from ..specs.rope_config import RopeConfig
-from ..specs.tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames, stacked_names
 from . import reading, rotary
 from .defaults import Defaults
 from .mamba import mamba_2
@@ -124,8 +124,7 @@ _EXPERTS = TensorNames(
     stacked_experts={
         "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
         "block_sparse_moe.output_linear.weight": ("down_proj",),
-        "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
-        "block_sparse_moe.experts.down_proj": ("down_proj",),
+        **stacked_names("block_sparse_moe.experts"),
     },
     adapter_names={"mlp.gate": "block_sparse_moe.router"},
 )

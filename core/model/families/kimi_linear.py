@@ -42,7 +42,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     delta_mixer = delta(fields, reading.rms_norm(fields).eps)
     mixers = {reading.FULL: latent.attention(fields, rotates=False), _LINEAR: delta_mixer}
     types = _layer_types(fields, linear)
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    has_experts = reading.mlp_layer_types(fields)
     return glm_moe.model(fields, [mixers[kind] for kind in types], _NAMES, has_experts=has_experts)
 
 

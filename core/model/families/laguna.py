@@ -30,26 +30,14 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if (gating := fields.raw.get("gating", True)) not in _GATES or (gating == 1 and gating is not True):
         raise fields.refuse("gating", "not supported; supported: true, per-head, per-element")
     types = reading.layer_types(fields, [reading.FULL] * count)
-    ropes = {
-        kind: rotary.rope_of_type(
-            fields.with_defaults({"partial_rotary_factor": 1.0}),
-            heads.head_dim,
-            rotary.whole_rope(fields, kind, _ROPES),
-        )
-        for kind in dict.fromkeys(types)
-    }
+    own = fields.with_defaults({"partial_rotary_factor": 1.0})
+    ropes = rotary.whole_ropes(own, heads.head_dim, types, _ROPES)
     attention = rotary.attention(
         fields, rope=None, head_norm=HeadNorm.EACH, output_gate=_GATES[gating], softplus_gates=True
     )
     mixers = [
-        replace(
-            attention,
-            num_heads=number,
-            rope=ropes[kind],
-            window=window,
-            form="" if number == heads.num_heads else f"{number} heads",
-        )
-        for kind, window, number in zip(types, reading.windows_of(fields, types), numbers, strict=True)
+        replace(mixer, num_heads=number, form="" if number == heads.num_heads else f"{number} heads")
+        for mixer, number in zip(rotary.of_types(fields, attention, types, ropes), numbers, strict=True)
     ]
     routing = reading.sigmoid_routing(fields, "moe_routed_scaling_factor")
     experts = reading.experts(fields, routing, shared=fields.integer("shared_expert_intermediate_size"))

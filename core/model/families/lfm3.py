@@ -26,11 +26,10 @@ def _read(fields: ConfigJson) -> ModelConfig:
     types = _layer_types(fields)
     gate = OutputGate.PER_HEAD if fields.boolean("use_attention_gate") else None
     attention = rotary.attention(fields, rope=None, head_norm=HeadNorm.EACH, output_gate=gate)
-    mixers: dict[str, AttentionSpec | ShortConvSpec] = {
-        kind: replace(attention, rope=_rope(fields, kind, attention.head_dim), window=window)
-        for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
-        if kind != CONV
-    }
+    attends = [kind for kind in dict.fromkeys(types) if kind != CONV]
+    ropes = {kind: _rope(fields, kind, attention.head_dim) for kind in attends}
+    of_types = zip(attends, rotary.of_types(fields, attention, attends, ropes), strict=True)
+    mixers: dict[str, AttentionSpec | ShortConvSpec] = dict(of_types)
     mixers[CONV] = short_conv(fields)
     feed_forward = GatedSpec(fields.integer("intermediate_size"))
     norms = Norms.AROUND if fields.boolean("use_sandwich_norm") else Norms.BEFORE

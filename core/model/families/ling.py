@@ -14,7 +14,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import CORRECTION, JOINED_CONVS, TensorNames
-from . import glm_moe, latent, reading, rotary
+from . import glm_moe, kimi_linear, latent, reading, rotary
 from .defaults import Defaults
 
 _LINEAR = "linear_attention"
@@ -48,28 +48,19 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = replace(latent.attention(fields, interleaved=True), output_gate=OutputGate.PER_HEAD)
     mixers = {reading.FULL: attention, _LINEAR: _delta(fields)}
     types = reading.layer_types(fields, fields.integer("layer_group_size"), other=_LINEAR)
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    has_experts = reading.mlp_layer_types(fields)
     model = glm_moe.model(fields, [mixers[kind] for kind in types], _NAMES, has_experts=has_experts)
     published = replace(_PUBLISHED, left_out=model.tensors.left_out)
     return replace(model, tensors=replace(model.tensors, published=(published,)))
 
 
 def _delta(fields: ConfigJson) -> GatedDeltaSpec:
-    size, heads, conv = (
-        fields.integer(name if name in fields.raw else other) for name, other in _LINEAR_FIELDS.items()
-    )
-    if conv < 2:
+    own = {name: fields.integer(name if name in fields.raw else other) for name, other in _LINEAR_FIELDS.items()}
+    if own["linear_conv_kernel_dim"] < 2:
         raise fields.refuse("short_conv_kernel_size", "a whole number of at least 2 is needed")
-    return GatedDeltaSpec(
-        heads,
-        heads,
-        k_dim=size,
-        v_dim=size,
-        eps=reading.rms_norm(fields).eps,
-        conv_size=conv,
-        whole_gates=True,
-        bound=_bound(fields) if fields.boolean("kda_safe_gate") else 0.0,
-    )
+    bound = _bound(fields) if fields.boolean("kda_safe_gate") else 0.0
+    found = kimi_linear.delta(fields.with_values(own), reading.rms_norm(fields).eps, bound)
+    return replace(found, gate_rank=0, whole_gates=True)
 
 
 def _bound(fields: ConfigJson) -> float:

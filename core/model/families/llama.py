@@ -26,9 +26,9 @@ def _read_iquest(fields: ConfigJson) -> ModelConfig:
 def _read_windows(fields: ConfigJson) -> ModelConfig:
     attention = rotary.attention(fields, bias=False)
     types = [reading.SLIDING if at % 4 else reading.FULL for at in range(fields.integer("num_hidden_layers"))]
-    windows = reading.windows_of(fields, reading.layer_types(fields, types))
+    mixers = rotary.of_types(fields, attention, reading.layer_types(fields, types))
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
-    return reading.decoder(fields, [replace(attention, window=each) for each in windows], feed_forward)
+    return reading.decoder(fields, mixers, feed_forward)
 
 
 LLAMA = Family(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -16,14 +14,8 @@ from .defaults import Defaults
 
 def _read(fields: ConfigJson) -> ModelConfig:
     attention, types = rotary.attention(fields, rope=None, head_norm=HeadNorm.EACH), reading.layer_types(fields)
-    ropes = {
-        kind: rotary.rope_of_type(fields, attention.head_dim, rotary.whole_rope(fields, kind, _ROPES))
-        for kind in set(types)
-    }
-    mixers = [
-        replace(attention, rope=ropes[kind], window=window)
-        for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
-    ]
+    ropes = rotary.whole_ropes(fields, attention.head_dim, types, _ROPES)
+    mixers = rotary.of_types(fields, attention, types, ropes)
     experts = reading.experts(fields, Routing(1, renormalised=fields.boolean("norm_topk_prob")))
     has_experts, tensors = reading.mlp_layer_types(fields, 0), TensorNames(left_out=("mtp.",))
     return reading.decoder(fields, mixers, experts, has_experts=has_experts, tensors=tensors)

@@ -4,8 +4,6 @@ without weights.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -17,11 +15,10 @@ from . import reading, rotary
 from .defaults import Defaults
 
 
-def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> ModelConfig:
-    """layers: rope and window of each."""
+def _model(fields: ConfigJson, types: list[str], ropes: dict[str, RopeConfig]) -> ModelConfig:
+    """types: of layers, each with its rope."""
     attention = rotary.attention(fields, rope=None, head_norm=HeadNorm.ALL)
-    mixers = [replace(attention, rope=rope, window=window) for rope, window in layers]
-    norm = reading.rms_norm(fields, wide=True)
+    mixers, norm = rotary.of_types(fields, attention, types, ropes), reading.rms_norm(fields, wide=True)
     return reading.decoder(fields, mixers, reading.gated(fields), norm, norms=Norms.AFTER)
 
 
@@ -33,14 +30,12 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
 
 def _read_2(fields: ConfigJson) -> ModelConfig:
     rope = rotary.rope(fields, reading.heads(fields).head_dim)
-    return _model(fields, [(rope, None)] * fields.integer("num_hidden_layers"))
+    return _model(fields, [reading.FULL] * fields.integer("num_hidden_layers"), {reading.FULL: rope})
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
     ropes = rotary.ropes_by_type(fields, {reading.FULL: ("rope_theta", _THETA), reading.SLIDING: (None, _THETA)})
-    types = reading.layer_types(fields, 4)
-    windows = reading.windows_of(fields, types)
-    return _model(fields, [(ropes[seen], window) for seen, window in zip(types, windows, strict=True)])
+    return _model(fields, reading.layer_types(fields, 4), ropes)
 
 
 _THETA = 500000.0

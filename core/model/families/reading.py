@@ -168,11 +168,14 @@ def routing_in_groups(fields: ConfigJson) -> Routing:
     )
 
 
-def mlp_layer_types(fields: ConfigJson, first_dense: int) -> list[bool]:
-    """Which layers have experts, by `mlp_layer_types`; by default all after the first `first_dense`."""
-    count, types = fields.integer("num_hidden_layers"), fields.texts("mlp_layer_types")
+def mlp_layer_types(fields: ConfigJson, first_dense: int | None = None) -> list[bool]:
+    """Which layers have experts, by `mlp_layer_types`; by default all after the first `first_dense`. None: as many as
+    `first_k_dense_replace` says.
+    """
+    first = number_of(fields, "first_k_dense_replace") if first_dense is None else first_dense
+    types = fields.texts("mlp_layer_types")
     if not types:
-        return [index >= first_dense for index in range(count)]
+        return [index >= first for index in range(fields.integer("num_hidden_layers"))]
     return [kind == "sparse" for kind in checked_types(fields, types, ("dense", "sparse"), "mlp_layer_types")]
 
 

@@ -40,6 +40,17 @@ def attention(
     return AttentionSpec(*own, **{"scale": own.head_dim**-0.5, **options})
 
 
+def of_types(
+    fields: ConfigJson,
+    mixer: AttentionSpec,
+    types: Sequence[str],
+    ropes: Mapping[str, RopeConfig | None] | None = None,
+) -> list[AttentionSpec]:
+    """Attention of layers of these types, some with a window. ropes: of each type; None: all have the mixer's."""
+    windows = zip(types, reading.windows_of(fields, types), strict=True)
+    return [replace(mixer, rope=ropes[kind] if ropes else mixer.rope, window=window) for kind, window in windows]
+
+
 def rope(
     fields: ConfigJson,
     head_dim: int,
@@ -217,6 +228,13 @@ def whole_rope(fields: ConfigJson, kind: str, ropes: Mapping[str, Any]) -> Confi
         raise fields.refuse("rope_scaling", "it has no older names here; leave it out, and set rope_parameters")
     check_original(of)
     return _of_type(of)
+
+
+def whole_ropes(
+    fields: ConfigJson, head_dim: int, types: Sequence[str], ropes: Mapping[str, Any]
+) -> dict[str, RopeConfig]:
+    """The rope of each of these types of layers. ropes: see `whole_rope`."""
+    return {kind: rope_of_type(fields, head_dim, whole_rope(fields, kind, ropes)) for kind in dict.fromkeys(types)}
 
 
 def check_original(scaling: ConfigJson) -> None:

@@ -17,7 +17,7 @@ from ...specs.feed_forward import Experts, Routing
 from ...specs.layers import PerLayerEmbeddingSpec
 from ...specs.norms import Norms
 from ...specs.rope_config import RopeConfig
-from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames, stacked_names
 from ...specs.vision import SEES, VisionSpec
 from .. import reading, rotary
 from ..defaults import Defaults
@@ -38,7 +38,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         raise fields.refuse(name, "only causal attention of text is supported")
     types = reading.layer_types(fields, 6)
     types[-1] = FULL  # as transformers has it, whatever the field says
-    first_shared, window = first_shared_layer(fields, types), reading.checked_window(fields, types)
+    first_shared, windows = first_shared_layer(fields, types), reading.windows_of(fields, types)
     shapes = _shapes(fields, types)
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
@@ -58,7 +58,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
                 *shape,
                 scale=1.0,
                 rope=ropes[seen, shape],
-                window=window if seen == SLIDING else None,
+                window=window,
                 head_norm=HeadNorm.EACH,
                 qkv_bias=bias,
                 o_bias=bias,
@@ -72,7 +72,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             per_layer_size=0 if per_layer is None else per_layer.size,
             beside=experts,
         )
-        for index, (seen, shape) in enumerate(zip(types, shapes, strict=True))
+        for index, (seen, shape, window) in enumerate(zip(types, shapes, windows, strict=True))
     ]
     config = reading.dense(
         fields,
@@ -158,7 +158,7 @@ _NAMES = {
     "input_norm": "post_per_layer_input_norm",
     "mlp.gate": "router.proj",
 }
-_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_EXPERTS = stacked_names("experts")
 _PLAIN = TensorNames(names=_NAMES, stacked_experts=_EXPERTS)
 _TENSORS = replace(
     BESIDE_VISION,
@@ -199,15 +199,16 @@ GEMMA_4_TEXT = Family(
         pads_lookups=True,
     ),
 )
+_UNIFIED = Defaults(
+    "Gemma4UnifiedTextConfig",
+    {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
+    takes=("vocab_size",),
+)
 GEMMA_4_UNIFIED = Family(
     "Gemma 4 Unified",
     ("Gemma4UnifiedForCausalLM",),
     _read_plain,
-    Defaults(
-        "Gemma4UnifiedTextConfig",
-        {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
-        takes=("vocab_size",),
-    ),
+    _UNIFIED,
     _PLAIN,
     nulls=_NULLS,
 )
@@ -215,11 +216,7 @@ GEMMA_4_UNIFIED_TEXT = Family(
     "Gemma 4 Unified (text)",
     ("Gemma4UnifiedForConditionalGeneration",),
     _read_text,
-    Defaults(
-        "Gemma4UnifiedTextConfig",
-        {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
-        takes=("vocab_size",),
-    ),
+    _UNIFIED,
     _TENSORS,
     nulls=_NULLS,
 )

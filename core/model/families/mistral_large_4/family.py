@@ -28,7 +28,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     groups, kept = reading.expert_groups(fields)
     factor = fields.number("routed_scaling_factor")
     routing = Routing(1, renormalised=True, epsilon=1e-20, factor=factor, groups=groups, kept_groups=kept)
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    has_experts = reading.mlp_layer_types(fields)
     model = glm_moe.model(fields, _mixers(fields), _TENSORS, routing=routing, has_experts=has_experts)
     layers = tuple(MistralLarge4Layer(each.mixer, each.feed_forward) for each in model.layers)
     return replace(model, layers=layers, logits_softcap=fields.number("final_logit_softcapping"))
