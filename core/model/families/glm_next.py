@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..compose.hyper import HyperConnectedLayer
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
@@ -85,7 +85,7 @@ def _bound(fields: ConfigJson, inner: ConfigJson) -> float:
     found = own.raw.get(name, _LOWEST)
     if inner.raw and found is None and inner.raw.get("safe_gate", True):
         found = _LOWEST
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int | float) or not -1e6 < found < 0):
+    if found is not None and not (is_number(found) and -1e6 < found < 0):
         raise own.refuse(name, "a finite number below 0 is needed, or null for none")
     return 0.0 if found is None else float(found)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.attention import OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
@@ -67,7 +67,7 @@ def _bound(fields: ConfigJson) -> float:
     """The least logarithm of a decay."""
     name = "kda_lower_bound"
     bound = fields.raw.get(name, -5.0)
-    if not isinstance(bound, int | float) or isinstance(bound, bool) or not -1e12 <= bound < 0:
+    if not is_number(bound) or not -1e12 <= bound < 0:
         raise fields.refuse(name, "a finite number below 0 is needed, since decays with others would grow")
     return float(bound)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
@@ -23,7 +23,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse(name, f"transformers always chooses {_PER_TOKEN} experts; only that is supported")
     name = "router_jitter_noise"
     jitter = fields.raw[name] if name in fields.raw else fields.number(name)
-    if not isinstance(jitter, int | float) or isinstance(jitter, bool) or jitter < 0:
+    if not is_number(jitter) or jitter < 0:
         raise fields.refuse(name, "a number of at least 0 is needed")
     routing = Routing(_PER_TOKEN, Scoring.SPARSE_MIXER, jitter=float(jitter))
     attention = rotary.attention(fields, window=fields.optional("sliding_window"))

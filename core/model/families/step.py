@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..compose.decoder_layer import DecoderLayer
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
@@ -137,16 +137,14 @@ def _has_experts(fields: ConfigJson) -> list[bool]:
 def _bounds(fields: ConfigJson, name: str) -> list[Activation | BoundedSwiglu]:
     """The activation of each layer, by its bound; 0 and null mean that there is none."""
     given, count = fields.raw.get(name) or [], fields.integer("num_hidden_layers")
-    if not isinstance(given, list) or not all(each is None or _is_bound(each) for each in given):
+    if not isinstance(given, list) or not all(
+        each is None or (is_number(each) and 0 <= each <= 1e12) for each in given
+    ):
         raise fields.refuse(name, "a list of numbers of at least 0 is needed, or null for layers without a bound")
     if given and len(given) < count:
         raise fields.refuse(name, f"{len(given)} bounds for num_hidden_layers, {count}")
     bounds = given[:count] or [None] * count
     return [BoundedSwiglu(float(each)) if each else Activation.SILU for each in bounds]
-
-
-def _is_bound(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e12
 
 
 def _ropes(fields: ConfigJson, types: list[str]) -> dict[str, Any]:

@@ -57,15 +57,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             zip(types, windows, _feed_forwards(fields), strict=True)
         )
     ]
-    config = reading.dense(
-        fields,
-        layers,
-        reading.rms_norm(fields, wide=True),
-        embedding_multiplier=fields.integer("hidden_size") ** 0.5,
-        logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
-        per_layer_embeddings=per_layer,
-    )
-    return gemma_4.without_unused_keys(config, tensors, first_shared)
+    return gemma_4.model_of(fields, layers, per_layer, tensors, first_shared)
 
 
 def _read_text(fields: ConfigJson) -> ModelConfig:

@@ -5,6 +5,7 @@ Tests: tests/core/layers/test_attention_shapes.py, tests/core/model/specs/test_m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from ...specs.attention import AttentionSpec, HeadNorm
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, Routing
-from ...specs.layers import PerLayerEmbeddingSpec
+from ...specs.layers import LayerSpec, PerLayerEmbeddingSpec
 from ...specs.norms import Norms
 from ...specs.rope_config import RopeConfig
 from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames, stacked_names
@@ -74,28 +75,34 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         )
         for index, (seen, shape, window) in enumerate(zip(types, shapes, windows, strict=True))
     ]
-    config = reading.dense(
+    return model_of(fields, layers, per_layer, tensors, first_shared)
+
+
+def model_of(
+    fields: ConfigJson,
+    layers: Sequence[LayerSpec],
+    per_layer: PerLayerEmbeddingSpec | None,
+    tensors: TensorNames,
+    first_shared: int,
+) -> ModelConfig:
+    """A model with these names, but for keys and values of layers that read those of others: checkpoints, and
+    adapters of older versions, have some.
+    """
+    unused = tuple(
+        f"{prefix}layers.{index}.self_attn.{name}."
+        for prefix in dict.fromkeys((*tensors.prefixes, "model."))
+        for index in range(first_shared, len(layers))
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+    return reading.dense(
         fields,
         layers,
         reading.rms_norm(fields, wide=True),
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
         per_layer_embeddings=per_layer,
+        tensors=replace(tensors, left_out=(*tensors.left_out, *unused)),
     )
-    return without_unused_keys(config, tensors, first_shared)
-
-
-def without_unused_keys(config: ModelConfig, tensors: TensorNames, first_shared: int) -> ModelConfig:
-    """The model with these names, but for keys and values of layers that read those of others: checkpoints, and
-    adapters of older versions, have some.
-    """
-    unused = tuple(
-        f"{prefix}layers.{index}.self_attn.{name}."
-        for prefix in dict.fromkeys((*tensors.prefixes, "model."))
-        for index in range(first_shared, config.num_layers)
-        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
-    )
-    return replace(config, tensors=replace(tensors, left_out=(*tensors.left_out, *unused))) if unused else config
 
 
 def first_shared_layer(fields: ConfigJson, types: list[str]) -> int:
