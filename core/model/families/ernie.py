@@ -27,7 +27,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_ocr(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, axes=qwen.AXES)
+    return _model(fields, adjust=qwen.AXES)
 
 
 def _model(fields: ConfigJson, **options: Any) -> ModelConfig:

@@ -23,7 +23,7 @@ def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -
 
     def read(fields: ConfigJson) -> ModelConfig:
         own = {"qkv_bias": qkv_bias or fields.boolean("attention_bias")}
-        attention = rotary.attention(fields, interleaved=True, axes=AXES if has_images else None, **own)
+        attention = rotary.attention(fields, interleaved=True, adjust=AXES if has_images else None, **own)
         return reading.decoder(fields, attention, reading.gated(fields), norms=norms)
 
     return read

@@ -34,7 +34,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_text(fields: ConfigJson) -> ModelConfig:
-    return model(fields, _attention(fields, axes=glm.AXES), replace(TEXT_AND_IMAGES, names=NAMES))
+    return model(fields, _attention(fields, adjust=glm.AXES), replace(TEXT_AND_IMAGES, names=NAMES))
 
 
 def _read_lite(fields: ConfigJson) -> ModelConfig:

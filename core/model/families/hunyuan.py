@@ -20,7 +20,7 @@ from .defaults import Defaults
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    attention = rotary.attention(fields, head_norm=HeadNorm.ROTATED, axes=_stretched)
+    attention = rotary.attention(fields, head_norm=HeadNorm.ROTATED, adjust=_stretched)
     if fields.boolean("use_cla"):
         raise fields.refuse("use_cla", "attention across layers is not supported; only false is")
     return attention

@@ -53,8 +53,7 @@ def with_linear_fields(fields: ConfigJson, linear: ConfigJson) -> ConfigJson:
 
 def _check(fields: ConfigJson) -> None:
     """Refuse what transformers leaves out for this family."""
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.refuse("hidden_act", f"Kimi Delta Attention is supported with silu alone, not with {activation}")
+    reading.check_silu(fields, "Kimi Delta Attention")
     if (scoring := fields.text("moe_router_activation_func", "sigmoid")) != "sigmoid":
         raise fields.refuse("moe_router_activation_func", f"{scoring} is not supported; supported: sigmoid")
     if fields.integer("moe_layer_freq", 1) != 1:

@@ -12,7 +12,7 @@ from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Activation, Routing
+from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TensorNames
 from . import qwen3_5, reading, rotary
 from .defaults import Defaults
@@ -29,8 +29,6 @@ def _read(fields: ConfigJson) -> ModelConfig:
         Routing(1, renormalised=fields.boolean("norm_topk_prob")),
         shared=fields.integer("shared_expert_intermediate_size"),
     )
-    if experts.activation is not Activation.SILU:
-        raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH)
     mixers = {
         reading.FULL: replace(attention, rope=None),

@@ -40,8 +40,7 @@ _LINEAR_FIELDS = {
 
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = reading.renamed(fields, _FIELDS)
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.refuse("hidden_act", f"Kimi Delta Attention is supported with silu alone, not with {activation}")
+    reading.check_silu(fields, "Kimi Delta Attention")
     if fields.boolean("tie_word_embeddings"):
         raise fields.refuse("tie_word_embeddings", "transformers does not tie them for this family; set it to false")
     rotary.check_original(rotary.rope_fields(fields))

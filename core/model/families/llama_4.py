@@ -37,7 +37,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
     attention, chunk = (
-        rotary.attention(fields, interleaved=True, axes=_checked),
+        rotary.attention(fields, interleaved=True, adjust=_checked),
         fields.optional("attention_chunk_size"),
     )
     scaling = None

@@ -17,7 +17,7 @@ from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    attention = rotary.attention(fields, axes=_backward, head_norm=HeadNorm.BARE)  # rotating changes no norm
+    attention = rotary.attention(fields, adjust=_backward, head_norm=HeadNorm.BARE)  # rotating changes no norm
     return reading.decoder(
         fields,
         attention,

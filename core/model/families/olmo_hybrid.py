@@ -11,7 +11,6 @@ from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Activation
 from ..specs.norms import Norms
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.rope_config import RopeConfig
@@ -26,8 +25,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     rope = _rope(fields, reading.heads(fields).head_dim)
     attention = rotary.attention(fields, rope=rope, head_norm=HeadNorm.ALL)
     feed_forward = reading.gated(fields)
-    if feed_forward.activation is not Activation.SILU:
-        raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
+    reading.check_silu(fields, "Gated DeltaNet")
     layers = {
         reading.FULL: DecoderLayer(attention, feed_forward, Norms.AFTER),
         _LINEAR: DecoderLayer(_delta(fields, attention.num_heads), feed_forward),

@@ -28,14 +28,14 @@ _LINEAR = "linear_attention"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, _attention(fields, axes=_AXES), reading.gated(fields))
+    return _model(fields, _attention(fields, adjust=_AXES), reading.gated(fields))
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     shared = fields.integer("shared_expert_intermediate_size")
     routing = Routing(1, renormalised=True)
     experts = reading.experts(fields, routing, shared=shared, shared_gate=True)
-    return _model(fields, _attention(fields, axes=_AXES), experts)
+    return _model(fields, _attention(fields, adjust=_AXES), experts)
 
 
 def _read_next(fields: ConfigJson) -> ModelConfig:
@@ -51,8 +51,6 @@ def _model(
 ) -> ModelConfig:
     """options: of `reading.decoder`."""
     norm = reading.rms_norm(fields, one_plus=True)
-    if feed_forward.activation != "silu":
-        raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
     mixers = {reading.FULL: attention, _LINEAR: delta(fields, norm.eps)}
     types = reading.layer_types(fields, fields.integer("full_attention_interval", 4), other=_LINEAR)
     return reading.decoder(fields, [mixers[kind] for kind in types], feed_forward, norm, **options)
@@ -67,6 +65,7 @@ _AXES = partial(rotary.in_turns, default=(11, 11, 10))
 
 def delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
     """The mixer of layers of Gated DeltaNet. eps: of its norm."""
+    reading.check_silu(fields, "Gated DeltaNet")
     k_heads, v_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     if v_heads % k_heads:
         raise fields.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads, {k_heads}, is needed")

@@ -26,7 +26,7 @@ def _read_seeing(fields: ConfigJson) -> ModelConfig:
 
 def _model(fields: ConfigJson, window: int | None, *, renormalised: bool, has_axes: bool = False) -> ModelConfig:
     axes = qwen.QWEN3_AXES if has_axes else None
-    attention = rotary.attention(fields, axes=axes, head_norm=HeadNorm.EACH, window=window)
+    attention = rotary.attention(fields, adjust=axes, head_norm=HeadNorm.EACH, window=window)
     experts = reading.experts(fields, Routing(1, renormalised=renormalised))
     return reading.decoder(fields, attention, experts, has_experts=reading.sparse_layers(fields))
 

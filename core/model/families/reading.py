@@ -84,6 +84,12 @@ def _activation(fields: ConfigJson, name: str) -> Activation:
     return Activation(activation)
 
 
+def check_silu(fields: ConfigJson, mixer: str) -> None:
+    """Refuse other activations. mixer: its name for users."""
+    if (activation := fields.text("hidden_act", "silu")) != "silu":
+        raise fields.refuse("hidden_act", f"{mixer} is supported with silu alone, not with {activation}")
+
+
 def ungated(
     fields: ConfigJson, name: str = "hidden_act", *, default: UngatedActivation, bias: bool = False
 ) -> UngatedSpec:
@@ -283,7 +289,7 @@ def decoder(
     """Return a model whose layers have one feed-forward part.
 
     mixer: of all layers, or of each. norm: None: RMSNorm. has_experts: layers that have it, where others have a dense
-    part. kind: of layers. others: fields of the model.
+    part. kind: makes a layer of its mixer, part and norms. others: fields of the model.
     """
     count = fields.integer("num_hidden_layers")
     mixers = mixer if isinstance(mixer, Sequence) else [mixer] * count

@@ -30,7 +30,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     hidden = fields.integer("hidden_size")
     window = fields.integer(reading.one_of(fields, "attention_window_size", "sliding_window"))
     bias = fields.boolean("attention_bias")
-    attention = rotary.attention(fields, axes=_checked, window=window, qkv_bias=bias, o_bias=True)
+    attention = rotary.attention(fields, adjust=_checked, window=window, qkv_bias=bias, o_bias=True)
     width = fields.optional("lru_width") or hidden
     if width % (heads := attention.num_heads):
         raise fields.refuse("lru_width", f"it must be a multiple of num_attention_heads, {heads}")

@@ -22,19 +22,19 @@ def attention(
     *,
     bias: bool | None = None,
     interleaved: bool = False,
-    axes: Callable[[ConfigJson, RopeConfig], RopeConfig] | None = None,
+    adjust: Callable[[ConfigJson, RopeConfig], RopeConfig] | None = None,
     **options: Any,
 ) -> AttentionSpec:
     """Attention as most models have it: a rope, scores divided by the root of a head's size, and biases of all
     projections or of none.
 
-    bias: None: `attention_bias` says it. interleaved: see `RopeConfig`. axes: gives the rope its axes; None: positions
-    have one. options: of `AttentionSpec`, in place of these; with `qkv_bias`, the output has no bias but by `o_bias`.
+    bias: None: `attention_bias` says it. interleaved: see `RopeConfig`. adjust: checks the rope or changes it, such
+    as by axes. options: of `AttentionSpec`, in place of these; with `qkv_bias`, the output has no bias but by `o_bias`.
     """
     own = reading.heads(fields)
     if "rope" not in options:
         turned = rope(fields, own.head_dim, interleaved=interleaved)
-        options["rope"] = turned if axes is None else axes(fields, turned)
+        options["rope"] = turned if adjust is None else adjust(fields, turned)
     if "qkv_bias" not in options:
         options["qkv_bias"] = options["o_bias"] = fields.boolean("attention_bias") if bias is None else bias
     return AttentionSpec(*own, **{"scale": own.head_dim**-0.5, **options})

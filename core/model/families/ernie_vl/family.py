@@ -25,7 +25,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if len(sizes) != 2 or 0 in sizes:
         raise fields.refuse("moe_intermediate_size", "two sizes of experts are needed: of text, and of images")
     fields = fields.with_values({"moe_intermediate_size": sizes[0]})
-    attention = rotary.attention(fields, bias=False, interleaved=True, axes=_AXES)
+    attention = rotary.attention(fields, bias=False, interleaved=True, adjust=_AXES)
     has_experts = reading.mlp_layer_types(fields, 1)
     return mixture_of(fields, has_experts, _NAMES, attention, ErnieVlLayer, kind=ErnieVlExperts, image_size=sizes[1])
 
