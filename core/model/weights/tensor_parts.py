@@ -244,6 +244,11 @@ def _plain_source(tensors: TensorNames, at: str, part: str, names: Container[str
     return next((each for each in (at + given, *others, at + part) if each in names), at + given)
 
 
+def _either(given: str, own: str, names: Container[str]) -> str:
+    """The name that a family gives to a part, unless the checkpoint has it under another name instead."""
+    return own if given not in names and own in names else given
+
+
 def _expert_source(
     tensors: TensorNames,
     at: str,
@@ -268,7 +273,7 @@ def _expert_source(
         first = sum(shapes[f"{each.format(number)}.weight"][0] for each in order[:place])
         return Source(stored, first, number, transposed=transposed)
     own, given = (f"{at}{each.format(number)}.{kind}" for each in (path, tensors.names.get(path, path)))
-    return Source(own if given not in names and own in names else given)
+    return Source(_either(given, own, names))
 
 
 class ExpertRows(NamedTuple):
