@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,15 @@ _MOST, _MOST_LAYERS, _MOST_FLOAT = 2**31 - 1, 10_000, 1e12
 
 #: A rotary table has a row for each position; Llama 4 Scout has 10 million.
 _POSITIONS, _MOST_POSITIONS = ("max_position_embeddings", "model_max_length"), 2**25
+
+
+def is_number(value: Any) -> bool:
+    """True for a number; JSON's true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_index(value: Any) -> bool:
+    return is_number(value) and isinstance(value, int) and value >= 0
 
 
 class ConfigJson:
@@ -146,7 +155,7 @@ class ConfigJson:
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not is_number(value) or not 0 < value < math.inf:
             raise self.refuse(name, "a finite number above 0 is needed")
         if value > _MOST_FLOAT:
             raise self.refuse(name, f"a number of at most {_MOST_FLOAT:g} is needed")
@@ -175,41 +184,32 @@ class ConfigJson:
 
     def texts(self, name: str) -> list[str]:
         """A list of texts; empty when the field is missing or null."""
-        value = self._get(name, None)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.refuse(name, "a list of texts is needed")
-        return value
+        return self._list(name, lambda each: isinstance(each, str), "a list of texts is needed")
 
     def indices(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers of at least 0; empty when the field is missing or null."""
-        value = self._get(name, None)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(
-            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
-        ):
-            raise self.refuse(name, "a list of whole numbers of at least 0 is needed")
-        return tuple(value)
+        return tuple(self._list(name, _is_index, "a list of whole numbers of at least 0 is needed"))
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers; empty when the field is missing or null."""
-        value = self._get(name, None)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(
-            isinstance(item, int | float) and not isinstance(item, bool) and -_MOST_FLOAT <= item <= _MOST_FLOAT
-            for item in value
-        ):
-            raise self.refuse(name, f"a list of finite numbers is needed, each at most {_MOST_FLOAT:g}")
-        return tuple(value)
+        needed = f"a list of finite numbers is needed, each at most {_MOST_FLOAT:g}"
+        return tuple(self._list(name, lambda each: is_number(each) and abs(each) <= _MOST_FLOAT, needed))
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; empty when the field is missing or null."""
         value = self._get(name, None)
-        value = [] if value is None else value
-        ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(map(_is_index, ids)):
             raise self.refuse(name, "a token id or a list of them is needed")
         return tuple(ids)
+
+    def _list(self, name: str, is_right: Callable[[Any], bool], needed: str) -> list[Any]:
+        """A list of right values; empty when the field is missing or null."""
+        value = self._get(name, None)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(map(is_right, value)):
+            raise self.refuse(name, needed)
+        return value
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)

@@ -170,7 +170,7 @@ def described(directory: Path) -> list[str]:
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
     if recurrent := model.recurrent:
-        verb = next(layer.verb for layer in model.layers if layer.recurrent)
+        verb = next(layer.VERB for layer in model.layers if layer.recurrent)
         lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
     if (lookup := model.lookup) is not None:
         lines.append(f"{model.num_lookups} layers have {lookup.described()}, in the host's memory")

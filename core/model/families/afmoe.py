@@ -6,17 +6,13 @@ Tests: tests/core/test_experts.py
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Routing, Scoring
 from ..specs.norms import Norms
-from ..specs.tensor_names import CORRECTION, TensorNames
-from . import glm_moe, reading, rotary
+from ..specs.tensor_names import CORRECTION, SHARED_EXPERTS, TensorNames
+from . import reading, rotary
 from .defaults import Defaults
 
 #: Fields of the first checkpoints, each with the only value that transformers computes.
@@ -29,27 +25,18 @@ def _read(fields: ConfigJson) -> ModelConfig:
             raise fields.refuse(name, f"transformers leaves it out; only {value!r} is supported")
     if fields.boolean("attention_bias"):
         raise fields.refuse("attention_bias", "biases of attention are not supported for this family")
-    routing = Routing(
-        1,
-        Scoring.SIGMOID,
-        renormalised=True,
-        epsilon=1e-20,
-        factor=fields.number("route_scale"),
-        corrected=True,
-    )
-    shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
-    experts = reading.experts(fields, routing, shared_size=shared)
+    routing = reading.sigmoid_routing(fields, "route_scale", 1e-20)
+    experts = reading.experts(fields, routing, shared="num_shared_experts")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_ELEMENT)
     types = reading.layer_types(fields, fields.integer("global_attn_every_n_layers"))
-    window, first = reading.checked_window(fields, types), reading.number_of(fields, "num_dense_layers")
-    whole, local = replace(attention, rope=None), replace(attention, window=window)
-    plain = reading.gated(fields)
-    layers = [
-        DecoderLayer(local if kind == reading.SLIDING else whole, experts if index >= first else plain, Norms.AROUND)
-        for index, kind in enumerate(types)
-    ]
+    mixers = rotary.of_types(fields, attention, types, {reading.FULL: None, reading.SLIDING: attention.rope})
+    first = reading.number_of(fields, "num_dense_layers")
+    has_experts = [index >= first for index in range(len(types))]
+    norm, norms = reading.rms_norm(fields, wide=True), Norms.AROUND
     scale = fields.integer("hidden_size") ** 0.5 if fields.boolean("mup_enabled") else 1.0
-    return reading.dense(fields, layers, reading.rms_norm(fields, wide=True), embedding_multiplier=scale)
+    return reading.decoder(
+        fields, mixers, experts, norm, has_experts=has_experts, norms=norms, embedding_multiplier=scale
+    )
 
 
 AFMOE = Family(
@@ -59,7 +46,7 @@ AFMOE = Family(
     Defaults("AfmoeConfig", takes=("intermediate_size",)),
     TensorNames(
         names={
-            **{name: given for name, given in glm_moe.NAMES.items() if name.startswith("mlp.")},
+            **SHARED_EXPERTS,
             "attention_norm": "input_layernorm",
             "attention_out_norm": "post_attention_layernorm",
             "mlp_norm": "pre_mlp_layernorm",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -20,8 +19,7 @@ from .defaults import Defaults
 
 def _read(fields: ConfigJson) -> ModelConfig:
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH)
-    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.XIELU))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    return reading.decoder(fields, attention, reading.ungated(fields, default=UngatedActivation.XIELU))
 
 
 def _read_text(fields: ConfigJson) -> ModelConfig:

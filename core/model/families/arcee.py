@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
@@ -14,11 +12,8 @@ from .defaults import Defaults
 
 
 def _model(fields: ConfigJson, norm: NormSpec) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     feed_forward = reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=fields.boolean("mlp_bias"))
-    return reading.dense(fields, [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers"), norm)
+    return reading.decoder(fields, rotary.attention(fields), feed_forward, norm)
 
 
 def _read_arcee(fields: ConfigJson) -> ModelConfig:

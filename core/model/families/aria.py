@@ -7,12 +7,11 @@ Tests: tests/core/test_experts.py, tests/core/test_text_parts.py
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Activation, Routing, Scoring
-from ..specs.tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import LLAMA_NORMS, SHARED_EXPERTS, STACKED_EXPERTS, TensorNames
 from . import reading, rotary
 from .defaults import Defaults
 
@@ -21,14 +20,11 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("mlp_bias"):
         raise fields.refuse("mlp_bias", "biases of the shared experts are not supported; only false is")
     fields = reading.renamed(fields, {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_topk"})
-    size = fields.integer("intermediate_size")
     routing = Routing(1, Scoring.SOFTMAX_OF_CHOSEN)
-    shared = reading.number_of(fields, "moe_num_shared_experts") * size
-    experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
+    experts = reading.experts(fields, routing, size="intermediate_size", shared="moe_num_shared_experts")
     if experts.activation is not Activation.SILU:
         raise fields.refuse("hidden_act", "transformers changes that of shared experts alone; only silu is supported")
-    layers = [DecoderLayer(rotary.attention(fields), experts)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    return reading.decoder(fields, rotary.attention(fields), experts)
 
 
 ARIA_TEXT = Family(
@@ -37,19 +33,11 @@ ARIA_TEXT = Family(
     _read,
     Defaults("AriaTextConfig", {"num_experts": 8, "num_experts_per_tok": 2}),
     TensorNames(
-        names={
-            **LLAMA_NORMS,
-            **{
-                f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}"
-                for each in ("gate_proj", "up_proj", "down_proj")
-            },
-            "mlp.gate": "mlp.router",
-        },
+        names={**LLAMA_NORMS, **SHARED_EXPERTS, "mlp.gate": "mlp.router"},
         stacked_experts={
             "mlp.experts.fc1.weight": ("gate_proj", "up_proj"),
             "mlp.experts.fc2.weight": ("down_proj",),
-            "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-            "mlp.experts.down_proj": ("down_proj",),
+            **STACKED_EXPERTS,
         },
         transposed=True,
     ),

@@ -8,20 +8,21 @@ Tests: tests/core/test_families.py, tests/core/paths
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation, UngatedSpec
 from ..specs.norms import NormKind, NormSpec
-from ..specs.tensor_names import LLAMA_NORMS, TensorNames
-from . import gpt_2, reading
+from ..specs.tensor_names import LLAMA_NORMS, QKV
+from . import gpt_2, reading, rotary
 from .defaults import TOKENS, UNREAD, Defaults
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _FUSED = "self_attention.query_key_value"
+
+#: Matrices of a feed-forward part without a gate, of this and other older families.
+DENSE_NAMES = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -32,14 +33,13 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("slow_but_exact", "sums of parts, as of its training, are not supported; only false is")
     names = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "hidden_size": "n_embed"}
     fields = gpt_2.alone(reading.renamed(fields, names))
-    heads = reading.heads(fields)
-    slopes = tuple(_slopes(heads.num_heads))
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None, qkv_bias=True, o_bias=True, slopes=slopes)
+    slopes = tuple(_slopes(reading.heads(fields).num_heads))
+    attention = rotary.attention(fields, rope=None, bias=True, slopes=slopes)
     feed_forward = UngatedSpec(4 * fields.integer("hidden_size"), UngatedActivation.GELU_TANH, bias=True)
-    layers = [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers")
     positions = fields.integer("max_position_embeddings", fields.integer("seq_length", _TRAINED))
     fields = fields.with_values({"max_position_embeddings": positions})
-    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_epsilon"), embedding_norm=True)
+    norm = reading.layer_norm(fields, "layer_norm_epsilon")
+    return reading.decoder(fields, attention, feed_forward, norm, embedding_norm=True)
 
 
 #: Positions that BLOOM was trained for. Nothing limits them, and transformers' class has no field of them.
@@ -65,17 +65,17 @@ def _read_mpt(fields: ConfigJson) -> ModelConfig:
     names = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
     fields = gpt_2.alone(reading.renamed(fields, names))
     heads = reading.heads(fields)
-    attention = AttentionSpec(
-        *heads,
+    attention = rotary.attention(
+        fields,
         scale=reading.optional_number(own, "softmax_scale") or heads.head_dim**-0.5,
         rope=None,
+        bias=False,
         slopes=tuple(_slopes_of_mpt(heads.num_heads)),
         clip=reading.optional_number(own, "clip_qkv"),
     )
     feed_forward = UngatedSpec(4 * fields.integer("hidden_size"), UngatedActivation.GELU)
-    layers = [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers")
     eps = fields.number("layer_norm_epsilon", None if fields.has("layer_norm_epsilon") else 1e-5)
-    return reading.dense(fields, layers, NormSpec(eps, NormKind.LAYER, wide=True))
+    return reading.decoder(fields, attention, feed_forward, NormSpec(eps, NormKind.LAYER, wide=True))
 
 
 #: Fields of `attn_config`, each with the only value that transformers computes.
@@ -100,19 +100,12 @@ BLOOM = Family(
         {"num_attention_heads": 8, "num_hidden_layers": 2},
         takes=("hidden_size", "vocab_size", *TOKENS),
     ),
-    TensorNames(
-        prefixes=("transformer.", ""),
-        norm="ln_f",
+    replace(
+        gpt_2.TENSORS,
         embeddings="word_embeddings",
         embedding_norm="word_embeddings_layernorm",
-        layers="h",
-        names={
-            **LLAMA_NORMS,
-            "self_attn.o_proj": "self_attention.dense",
-            "mlp.up_proj": "mlp.dense_h_to_4h",
-            "mlp.down_proj": "mlp.dense_4h_to_h",
-        },
-        fused={_FUSED: _QKV},
+        names={**LLAMA_NORMS, "self_attn.o_proj": "self_attention.dense", **DENSE_NAMES},
+        fused={_FUSED: QKV},
         by_unit=(_FUSED,),
     ),
     notes="up to 2,048 positions, or as many as `seq_length` says",
@@ -133,10 +126,9 @@ MPT = Family(
         },
         takes=("vocab_size",),
     ),
-    TensorNames(
-        prefixes=("transformer.", ""),
+    replace(
+        gpt_2.TENSORS,
         norm="norm_f",
-        embeddings="wte",
         layers="blocks",
         names={
             "attention_norm": "norm_1",
@@ -145,7 +137,7 @@ MPT = Family(
             "mlp.up_proj": "ffn.up_proj",
             "mlp.down_proj": "ffn.down_proj",
         },
-        fused={"attn.Wqkv": _QKV},
+        fused={"attn.Wqkv": QKV},
     ),
     nulls=("clip_qkv", "logit_scale", "softmax_scale"),
 )

@@ -5,7 +5,6 @@ Tests: tests/core/test_text_parts.py
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
@@ -21,8 +20,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise rotary.rope_fields(fields).refuse("rope_type", "transformers takes default alone for this family")
     rotary.check_sections(fields, attention.rope, _SECTIONS)
     bias = fields.boolean("mlp_bias")
-    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=bias))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    return reading.decoder(
+        fields, attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=bias)
+    )
 
 
 _SECTIONS = (24, 20, 20)

@@ -5,14 +5,14 @@ Tests: tests/core/test_experts.py, tests/core/paths
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
+from dataclasses import replace
+
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.norms import NormKind, NormSpec
-from ..specs.tensor_names import TensorNames
+from ..specs.tensor_names import QKV
 from . import gpt_2, reading, rotary
 from .defaults import Defaults
 
@@ -34,23 +34,17 @@ def _read(fields: ConfigJson) -> ModelConfig:
     named = reading.renamed(fields, _NAMES)
     fields, given = gpt_2.alone(named), named.optional("head_dim")
     kv_heads = attention_fields.integer("kv_n_heads", 1)
-    heads = reading.heads(fields.with_values({"num_key_value_heads": kv_heads}))
-    if given not in (None, heads.head_dim):
-        raise named.refuse("head_dim", f"transformers rotates so many elements, and a head has {heads.head_dim}")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(fields, heads.head_dim),
-        clip=reading.optional_number(attention_fields, "clip_qkv"),
-    )
+    clip = reading.optional_number(attention_fields, "clip_qkv")
+    attention = rotary.attention(fields.with_values({"num_key_value_heads": kv_heads}), bias=False, clip=clip)
+    if given not in (None, attention.head_dim):
+        raise named.refuse("head_dim", f"transformers rotates so many elements, and a head has {attention.head_dim}")
     experts = reading.experts(
         feed_forward.with_values({"hidden_act": _activation(feed_forward)}).with_defaults(_EXPERTS),
         Routing(1, renormalised=_renormalised(feed_forward)),
         size="ffn_hidden_size",
         per_token="moe_top_k",
     )
-    layers = [DecoderLayer(attention, experts)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, NormSpec(1e-5, NormKind.LAYER, wide=True))
+    return reading.decoder(fields, attention, experts, NormSpec(1e-5, NormKind.LAYER, wide=True))
 
 
 def _activation(fields: ConfigJson) -> str:
@@ -78,10 +72,9 @@ DBRX = Family(
         {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 24, "max_position_embeddings": 2048},
         takes=("vocab_size",),
     ),
-    TensorNames(
-        prefixes=("transformer.", ""),
+    replace(
+        gpt_2.TENSORS,
         norm="norm_f",
-        embeddings="wte",
         layers="blocks",
         names={
             "attention_norm": "norm_attn_norm.norm_1",
@@ -89,7 +82,7 @@ DBRX = Family(
             "self_attn.o_proj": "norm_attn_norm.attn.out_proj",
             "mlp.gate": "ffn.router.layer",
         },
-        fused={"norm_attn_norm.attn.Wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+        fused={"norm_attn_norm.attn.Wqkv": QKV},
         stacked_experts={
             "ffn.experts.mlp.w1": ("gate_proj",),
             "ffn.experts.mlp.v1": ("up_proj",),

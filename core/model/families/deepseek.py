@@ -30,20 +30,21 @@ def _read_v2(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_v3(fields: ConfigJson) -> ModelConfig:
-    if (method := fields.text("topk_method", "noaux_tc")) != "noaux_tc":
-        raise fields.refuse("topk_method", f"{method} is not supported; supported: noaux_tc")
-    _check_scoring(fields, "sigmoid")
+    _check_v3(fields)
     latent.check_head_dim(fields)
-    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
-    return glm_moe.model(fields, attention)
+    return glm_moe.model(fields, latent.attention(fields, interleaved=fields.boolean("rope_interleave")))
 
 
 def _read_v32(fields: ConfigJson) -> ModelConfig:
+    _check_v3(fields)
+    mixers = latent.indexed(fields, interleaved=False)
+    return glm_moe.model(fields, mixers, has_experts=reading.mlp_layer_types(fields))
+
+
+def _check_v3(fields: ConfigJson) -> None:
     if (method := fields.text("topk_method", "noaux_tc")) != "noaux_tc":
         raise fields.refuse("topk_method", f"{method} is not supported; supported: noaux_tc")
     _check_scoring(fields, "sigmoid")
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
-    return glm_moe.model(fields, latent.indexed(fields, interleaved=False), has_experts=has_experts)
 
 
 def _greedy(fields: ConfigJson) -> Routing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from . import glm_moe, reading, rotary
@@ -11,31 +11,14 @@ from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, count, bias = reading.heads(fields), fields.integer("num_hidden_layers"), fields.boolean("attention_bias")
-    whole = fields.integer("max_window_layers", least=0)
-    rope = rotary.rope(fields, heads.head_dim)
-    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
-    types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
-    window = reading.checked_window(fields, types)
-    attentions = [
-        AttentionSpec(
-            *heads,
-            scale=heads.head_dim**-0.5,
-            rope=rope,
-            head_norm=HeadNorm.EACH,
-            qkv_bias=bias,
-            o_bias=bias,
-            window=window if seen == reading.SLIDING else None,
-        )
-        for seen in types
-    ]
-    return glm_moe.model(fields, attentions)
+    attention, whole = rotary.attention(fields, head_norm=HeadNorm.EACH), fields.integer("max_window_layers", least=0)
+    count = fields.integer("num_hidden_layers")
+    types = reading.layer_types(fields, [reading.FULL if at < whole else reading.SLIDING for at in range(count)])
+    return glm_moe.model(fields, rotary.of_types(fields, attention, types))
 
 
 def _read_solar(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = rotary.rope(fields, heads.head_dim)
-    return glm_moe.model(fields, AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias))
+    return glm_moe.model(fields, rotary.attention(fields, qkv_bias=fields.boolean("attention_bias")))
 
 
 DOTS_1 = Family(

@@ -16,32 +16,24 @@ from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
-from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, SHARED_EXPERTS, TEXT_AND_IMAGES, TensorNames
 from ..specs.vision import SEES
 from . import qwen, reading, rotary
 from .defaults import Defaults
 
 
-def attention_of(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> AttentionSpec:
-    """The attention of all layers."""
-    heads = reading.heads(fields)
-    rope = rotary.rope(fields, heads.head_dim, interleaved=interleaved)
-    return AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
-
-
 def _read(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, attention_of(fields, bias=fields.boolean("use_bias")))
+    return _model(fields, interleaved=True)
 
 
 def _read_ocr(fields: ConfigJson) -> ModelConfig:
-    attention = attention_of(fields, bias=fields.boolean("use_bias"), interleaved=False)
-    assert attention.rope is not None, "all layers rotate"
-    return _model(fields, replace(attention, rope=qwen.AXES(fields, attention.rope)))
+    return _model(fields, adjust=qwen.AXES)
 
 
-def _model(fields: ConfigJson, attention: AttentionSpec) -> ModelConfig:
-    layer = DecoderLayer(attention, reading.gated(fields, bias=fields.boolean("use_bias")))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+def _model(fields: ConfigJson, **options: Any) -> ModelConfig:
+    """options: of `rotary.attention`."""
+    bias = fields.boolean("use_bias")
+    return reading.decoder(fields, rotary.attention(fields, bias=bias, **options), reading.gated(fields, bias=bias))
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
@@ -50,14 +42,14 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     first, last = fields.integer("moe_layer_start_index", least=0), count - 1 if last == -1 else last
     interval = fields.integer("moe_layer_interval")
     has_experts = [first <= index <= last and (index + 1) % interval == 0 for index in range(count)]
-    return mixture_of(fields, attention_of(fields, bias=False), has_experts, NAMES)
+    return mixture_of(fields, has_experts, NAMES, rotary.attention(fields, bias=False, interleaved=True))
 
 
 def mixture_of(
     fields: ConfigJson,
-    attention: AttentionSpec,
     has_experts: Sequence[bool],
     tensors: TensorNames,
+    attention: AttentionSpec,
     layer: type[DecoderLayer] = DecoderLayer,
     **options: Any,
 ) -> ModelConfig:
@@ -70,23 +62,17 @@ def mixture_of(
         fields,
         Routing(1, renormalised=True, corrected=True),
         per_token="num_experts_per_tok" if "num_experts_per_tok" in fields.raw else "moe_k",
-        shared_size=reading.number_of(fields, "moe_num_shared_experts") * fields.integer("moe_intermediate_size"),
+        shared="moe_num_shared_experts",
         **options,
     )
-    layers = reading.layers_with_experts(fields, [attention] * len(has_experts), experts, has_experts, layer)
-    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
+    return reading.decoder(fields, attention, experts, has_experts=has_experts, kind=layer, tensors=tensors)
 
 
 #: The least sum of weights that checkpoints name: sums are above it.
 _NORM_MIN = 1e-12
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
 NAMES = TensorNames(
-    names={
-        **LLAMA_NORMS,
-        **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
-        CORRECTION: "mlp.moe_statics.e_score_correction_bias",
-    },
+    names={**LLAMA_NORMS, **SHARED_EXPERTS, CORRECTION: "mlp.moe_statics.e_score_correction_bias"},
     wrapped=(CORRECTION,),
     left_out=("model.mtp_",),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
@@ -25,23 +24,14 @@ def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
 
     pattern: by default every `pattern`-th layer has full attention.
     """
-    heads, types = reading.heads(fields), reading.layer_types(fields, pattern)
-    window, rope = reading.checked_window(fields, types), rotary.rope(fields, heads.head_dim)
-    return [
-        AttentionSpec(
-            *heads,
-            scale=heads.head_dim**-0.5,
-            rope=rope if window is None or seen == reading.SLIDING else None,
-            window=window if seen == reading.SLIDING else None,
-            head_norm=HeadNorm.EACH,
-        )
-        for seen in types
-    ]
+    attention = rotary.attention(fields, bias=False, head_norm=HeadNorm.EACH)
+    types = reading.layer_types(fields, pattern)
+    in_full = attention.rope if reading.checked_window(fields, types) is None else None
+    return rotary.of_types(fields, attention, types, {reading.FULL: in_full, reading.SLIDING: attention.rope})
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layers = [DecoderLayer(each, reading.gated(fields), Norms.AFTER) for each in attentions(fields, _pattern(fields))]
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    return reading.decoder(fields, attentions(fields, _pattern(fields)), reading.gated(fields), norms=Norms.AFTER)
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
@@ -49,12 +39,9 @@ def _read_3(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
-    shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
-    experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
-    first = reading.number_of(fields, "first_k_dense_replace")
-    has_experts = reading.mlp_layer_types(fields, first)
-    layers = reading.layers_with_experts(fields, attentions(fields, _pattern(fields)), experts, has_experts)
-    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=_EXPERTS)
+    experts = reading.experts(fields, reading.routing_in_groups(fields), shared="num_shared_experts")
+    mixers, has_experts = attentions(fields, _pattern(fields)), reading.mlp_layer_types(fields)
+    return reading.decoder(fields, mixers, experts, has_experts=has_experts, tensors=_EXPERTS)
 
 
 def _pattern(fields: ConfigJson) -> int:

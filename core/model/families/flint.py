@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -17,21 +15,18 @@ from .defaults import Defaults
 def _read(fields: ConfigJson) -> ModelConfig:
     count = fields.integer("num_hidden_layers")
     routing = Routing(1, Scoring.SIGMOID, renormalised=fields.boolean("norm_topk_prob"))
-    experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
+    experts = reading.experts(fields, routing, shared=fields.integer("shared_expert_intermediate_size"))
     if fields.is_null("sliding_window"):
         raise fields.refuse("sliding_window", "a number of positions is needed; leave the field out for its default")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH, sinks=True)
     is_whole = [index < 2 or index % 4 == 1 or index == count - 1 for index in range(count)]
     types = [reading.FULL if it else reading.SLIDING for it in is_whole]
-    attentions = [
-        replace(attention, window=window, rope=None if window is None else attention.rope)
-        for window in reading.windows(fields, types)
-    ]
-    dense = fields.indices("mlp_only_layers") if fields.has("mlp_only_layers") else (0, 1)
-    step = fields.integer("decoder_sparse_step")
-    has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
-    layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
-    return reading.dense(fields, layers, reading.rms_norm(fields, wide=True))
+    ropes = {reading.FULL: None, reading.SLIDING: attention.rope}
+    mixers = rotary.of_types(fields, attention, reading.layer_types(fields, types), ropes)
+    if not fields.has("mlp_only_layers"):
+        fields = fields.with_values({"mlp_only_layers": [0, 1]})
+    norm, has_experts = reading.rms_norm(fields, wide=True), reading.sparse_layers(fields)
+    return reading.decoder(fields, mixers, experts, norm, has_experts=has_experts)
 
 
 FLINT = Family(

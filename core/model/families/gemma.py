@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.norms import Norms
@@ -25,31 +24,16 @@ def read_layers(
     """A Gemma of any version. types: of its layers, each with its rope. activation: the field that names it."""
     if fields.raw.get("use_bidirectional_attention"):
         raise fields.refuse("use_bidirectional_attention", "only causal attention is supported")
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    windows = reading.windows_of(fields, types)
-    has_scale = fields.states("query_pre_attn_scalar", heads.head_dim)
-    scale = fields.integer("query_pre_attn_scalar") if has_scale else heads.head_dim
-    layers = [
-        DecoderLayer(
-            AttentionSpec(
-                *heads,
-                scale=scale**-0.5,
-                rope=ropes[seen],
-                window=window,
-                softcap=reading.softcap(fields, "attn_logit_softcapping"),
-                head_norm=head_norm,
-                qkv_bias=bias,
-                o_bias=bias,
-            ),
-            reading.gated(fields, activation),
-            norms,
-        )
-        for seen, window in zip(types, windows, strict=True)
-    ]
-    return reading.dense(
+    size = reading.heads(fields).head_dim
+    scale = fields.integer("query_pre_attn_scalar") if fields.states("query_pre_attn_scalar", size) else size
+    softcap = reading.softcap(fields, "attn_logit_softcapping")
+    attention = rotary.attention(fields, rope=None, scale=scale**-0.5, softcap=softcap, head_norm=head_norm)
+    return reading.decoder(
         fields,
-        layers,
+        rotary.of_types(fields, attention, types, ropes),
+        reading.gated(fields, activation),
         reading.rms_norm(fields, one_plus=True),
+        norms=norms,
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=reading.softcap(fields, "final_logit_softcapping"),
     )

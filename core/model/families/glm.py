@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.norms import Norms
@@ -23,18 +22,9 @@ def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -
     """qkv_bias: without a field that says so. has_images: positions have axes."""
 
     def read(fields: ConfigJson) -> ModelConfig:
-        heads = reading.heads(fields)
-        rope = rotary.rope(fields, heads.head_dim, interleaved=True)
-        if has_images:
-            rope = rotary.in_sections(fields, rope, SECTIONS)
-        attention = AttentionSpec(
-            *heads,
-            scale=heads.head_dim**-0.5,
-            rope=rope,
-            qkv_bias=qkv_bias or fields.boolean("attention_bias"),
-        )
-        layer = DecoderLayer(attention, reading.gated(fields), norms)
-        return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+        own = {"qkv_bias": qkv_bias or fields.boolean("attention_bias")}
+        attention = rotary.attention(fields, interleaved=True, adjust=AXES if has_images else None, **own)
+        return reading.decoder(fields, attention, reading.gated(fields), norms=norms)
 
     return read
 
@@ -50,7 +40,7 @@ def _read_ocr(fields: ConfigJson) -> ModelConfig:
 
 
 #: Of M-RoPE, where `mrope_section` is missing.
-SECTIONS = (8, 12, 12)
+AXES = partial(rotary.in_sections, default=(8, 12, 12))
 OUT_NORMS = {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
 
 GLM = Family(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
@@ -18,52 +19,37 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.recurrent import RecurrentSpec
-from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, SHARED_EXPERTS, TEXT_AND_IMAGES, TensorNames
 from ..specs.vision import SEES
-from . import latent, qwen, reading, rotary
+from . import glm, latent, qwen, reading, rotary
 from .defaults import UNREAD, Defaults
 
-#: Of M-RoPE, where `mrope_section` is missing.
-_SECTIONS = (8, 12, 12)
-
-_SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
-NAMES = {**LLAMA_NORMS, **LATENT_NORMS, **_SHARED}
+NAMES = {**LLAMA_NORMS, **LATENT_NORMS, **SHARED_EXPERTS}
 TENSORS = TensorNames(names=NAMES)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    return model(fields, _attention(fields, HeadNorm.EACH if fields.boolean("use_qk_norm") else None))
+    head_norm = HeadNorm.EACH if fields.boolean("use_qk_norm") else None
+    return model(fields, _attention(fields, head_norm=head_norm))
 
 
 def _read_text(fields: ConfigJson) -> ModelConfig:
-    attention = _attention(fields)
-    if attention.rope is not None:
-        attention = replace(attention, rope=rotary.in_sections(fields, attention.rope, _SECTIONS))
-    return model(fields, attention, replace(TEXT_AND_IMAGES, names=NAMES))
+    return model(fields, _attention(fields, adjust=glm.AXES), replace(TEXT_AND_IMAGES, names=NAMES))
 
 
 def _read_lite(fields: ConfigJson) -> ModelConfig:
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
-    return model(fields, attention, has_experts=has_experts)
+    return model(fields, attention, has_experts=reading.mlp_layer_types(fields))
 
 
 def _read_5(fields: ConfigJson) -> ModelConfig:
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
     fields.states("indexer_rope_interleave", True)
     mixers = latent.indexed(fields, interleaved=True, kinds=latent.indexer_kinds(fields))
-    return model(fields, mixers, has_experts=has_experts)
+    return model(fields, mixers, has_experts=reading.mlp_layer_types(fields))
 
 
-def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> AttentionSpec:
-    heads = reading.heads(fields)
-    return AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(fields, heads.head_dim),
-        head_norm=head_norm,
-        qkv_bias=fields.boolean("attention_bias"),
-    )
+def _attention(fields: ConfigJson, **options: Any) -> AttentionSpec:
+    return rotary.attention(fields, qkv_bias=fields.boolean("attention_bias"), **options)
 
 
 def model(
@@ -78,20 +64,17 @@ def model(
     tensors: draft layers after the last are left out, too. routing: None: DeepSeek-V3's. has_experts: which layers
     have; empty: those after the first ones.
     """
-    count, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
-    shared = reading.number_of(fields, "n_shared_experts") * size
-    experts = reading.experts(fields, routing or reading.routing_in_groups(fields), shared_size=shared)
-    first = reading.number_of(fields, "first_k_dense_replace")
+    count, first = fields.integer("num_hidden_layers"), reading.number_of(fields, "first_k_dense_replace")
+    experts = reading.experts(fields, routing or reading.routing_in_groups(fields), shared="n_shared_experts")
     mixers = [mixer] * count if isinstance(mixer, AttentionSpec) else mixer
     has_experts = has_experts or [index >= first for index in range(count)]
-    layers = reading.layers_with_experts(fields, mixers, experts, has_experts)
     drafts = range(count, count + reading.number_of(fields, "num_nextn_predict_layers"))
     left_out = (f"{prefix}layers.{layer}." for layer in drafts for prefix in tensors.prefixes if prefix)
     if not any(isinstance(each, AttentionSpec) and each.latent for each in mixers):
         names = {part: name for part, name in tensors.names.items() if part not in LATENT_NORMS}
         tensors = replace(tensors, names=names)
     tensors = replace(tensors, left_out=(*tensors.left_out, *left_out))
-    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
+    return reading.decoder(fields, mixers, experts, has_experts=has_experts, tensors=tensors)
 
 
 GLM_4_MOE = Family(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..compose.hyper import HyperConnectedLayer
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
@@ -19,17 +19,10 @@ from ..specs.indexer import IndexerSpec
 from ..specs.layers import LayerSpec
 from ..specs.recurrent import GatedDeltaSpec, RecurrentSpec
 from ..specs.tensor_names import JOINED_CONVS, TensorNames
-from . import glm_moe, latent, reading
+from . import glm_moe, kimi_linear, latent, reading
 from .defaults import UNREAD, Defaults
 
 _LINEAR, _INDEXED = "linear_attention", "indexed_attention"
-
-#: Fields of `linear_attn_config` in published checkpoints, and transformers' names.
-_LINEAR_FIELDS = {
-    "head_dim": "linear_head_dim",
-    "num_heads": "linear_num_heads",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
 
 #: The bound of decays where no field says another one.
 _LOWEST = -5.0
@@ -70,8 +63,7 @@ def _attention(fields: ConfigJson, eps: float) -> AttentionSpec:
     """Latent attention with an indexer of pools."""
     if fields.integer("qk_rope_head_dim", least=0):
         raise fields.refuse("qk_rope_head_dim", "transformers rotates nothing in this family; only 0 is supported")
-    if fields.is_null("q_lora_rank"):
-        raise fields.refuse("q_lora_rank", "queries have latents in this family; a whole number is needed")
+    latent.check_query_latents(fields)
     if not fields.boolean("index_kpool_always_select_tail"):
         raise fields.refuse("index_kpool_always_select_tail", "first tokens would see nothing; only true is supported")
     own, pool = latent.attention(fields, rotates=False), fields.integer("index_kpool")
@@ -84,18 +76,7 @@ def _attention(fields: ConfigJson, eps: float) -> AttentionSpec:
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
     inner = fields.object("linear_attn_config") or fields.part("linear_attn_config", {})
-    fields = fields.with_values({name: inner.integer(own) for own, name in _LINEAR_FIELDS.items() if inner.has(own)})
-    heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
-    return GatedDeltaSpec(
-        heads,
-        heads,
-        k_dim=size,
-        v_dim=size,
-        eps=eps,
-        conv_size=fields.integer("linear_conv_kernel_dim", least=2),
-        gate_rank=size,
-        bound=_bound(fields, inner),
-    )
+    return kimi_linear.delta(kimi_linear.with_linear_fields(fields, inner), eps, _bound(fields, inner))
 
 
 def _bound(fields: ConfigJson, inner: ConfigJson) -> float:
@@ -104,22 +85,20 @@ def _bound(fields: ConfigJson, inner: ConfigJson) -> float:
     found = own.raw.get(name, _LOWEST)
     if inner.raw and found is None and inner.raw.get("safe_gate", True):
         found = _LOWEST
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int | float) or not -1e6 < found < 0):
+    if found is not None and not (is_number(found) and -1e6 < found < 0):
         raise own.refuse(name, "a finite number below 0 is needed, or null for none")
     return 0.0 if found is None else float(found)
 
 
-_FORGET_GATE = ("f_a_proj", "f_b_proj", "A_log", "dt_bias")
 _NAMES = TensorNames(
     prefixes=("model.language_model.", "model."),
     names={
         **glm_moe.NAMES,
-        **{f"self_attn.{each}": f"self_attn.forget_gate.{each}" for each in _FORGET_GATE},
-        "self_attn.norm": "self_attn.o_norm",
+        **kimi_linear.DELTA_NAMES,
         **{f"{part}_hc.{end}": f"hc_{part}_{end}" for part in ("attn", "ffn") for end in ("fn", "base", "scale")},
     },
     joined=JOINED_CONVS,
-    adapter_names={f"self_attn.{each}": f"self_attn.{each}" for each in _FORGET_GATE[:2]},
+    adapter_names=kimi_linear.DELTA_MODULES,
     left_out=("visual.", "model.visual."),
 )
 GLM_5_NEXT_TEXT = Family(

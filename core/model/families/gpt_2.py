@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -20,8 +19,8 @@ from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import Norms
 from ..specs.positions import PositionTable
-from ..specs.tensor_names import TensorNames
-from . import reading
+from ..specs.tensor_names import QKV, TensorNames
+from . import reading, rotary
 from .defaults import TOKENS, Defaults
 
 SIZES = {
@@ -33,8 +32,6 @@ SIZES = {
 """Names of sizes → GPT-2's, which older families of the kind have, too."""
 
 _NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
 _SIZES_OF_NEO = {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
 
 
@@ -84,27 +81,25 @@ def _read_bigcode(fields: ConfigJson) -> ModelConfig:
 def _model(fields: ConfigJson, kv_heads: int, *, by_layer: bool = False) -> ModelConfig:
     """kv_heads: 0: as many as query heads. by_layer: scores are divided by a layer's number, too, from 1 on."""
     fields = sizes(fields)
-    heads = reading.heads(fields.with_values({"num_key_value_heads": kv_heads} if kv_heads else {}))
-    factor = heads.head_dim**-0.5 if fields.boolean("scale_attn_weights") else 1.0
-    feed_forward = reading.ungated(fields, "activation_function", default=UngatedActivation.GELU_TANH, bias=True)
-    layers = []
-    for layer in range(fields.integer("num_hidden_layers")):
-        scale = factor / (layer + 1) if by_layer else factor
-        attention = AttentionSpec(*heads, scale=scale, rope=None, qkv_bias=True, o_bias=True)
-        layers.append(DecoderLayer(attention, feed_forward))
-    norm = reading.layer_norm(fields, "layer_norm_epsilon")
-    return reading.dense(fields, layers, norm, position_table=positions(fields))
+    own = fields.with_values({"num_key_value_heads": kv_heads} if kv_heads else {})
+    attention = rotary.attention(own, rope=None, bias=True)
+    factor = attention.scale if fields.boolean("scale_attn_weights") else 1.0
+    scales = (factor / (at + 1) if by_layer else factor for at in range(fields.integer("num_hidden_layers")))
+    mixers = [replace(attention, scale=each) for each in scales]
+    return _with_positions(fields, mixers)
 
 
 def _read_neo(fields: ConfigJson) -> ModelConfig:
     fields = sizes(fields, _SIZES_OF_NEO, "intermediate_size")
-    heads = reading.heads(fields)
-    plain = AttentionSpec(*heads, scale=1.0, rope=None, o_bias=True)
+    plain = rotary.attention(fields, scale=1.0, rope=None, qkv_bias=False, o_bias=True)
     local = replace(plain, window=fields.integer("window_size"))
+    return _with_positions(fields, [local if each else plain for each in _has_window(fields)])
+
+
+def _with_positions(fields: ConfigJson, mixers: list[AttentionSpec]) -> ModelConfig:
     feed_forward = reading.ungated(fields, "activation_function", default=UngatedActivation.GELU_TANH, bias=True)
-    layers = [DecoderLayer(local if each else plain, feed_forward) for each in _has_window(fields)]
     norm = reading.layer_norm(fields, "layer_norm_epsilon")
-    return reading.dense(fields, layers, norm, position_table=positions(fields))
+    return reading.decoder(fields, mixers, feed_forward, norm, position_table=positions(fields))
 
 
 def _has_window(fields: ConfigJson) -> list[bool]:
@@ -121,12 +116,11 @@ def _has_window(fields: ConfigJson) -> list[bool]:
     return [kind == "local" for kind in kinds]
 
 
-_NAMES = TensorNames(
-    prefixes=("transformer.", ""),
-    norm="ln_f",
-    embeddings="wte",
+#: GPT-2's names around layers.
+TENSORS = TensorNames(prefixes=("transformer.", ""), norm="ln_f", embeddings="wte", layers="h")
+_NAMES = replace(
+    TENSORS,
     positions="wpe",
-    layers="h",
     inputs_first=True,
     names={
         **_NORMS,
@@ -134,7 +128,7 @@ _NAMES = TensorNames(
         "mlp.up_proj": "mlp.c_fc",
         "mlp.down_proj": "mlp.c_proj",
     },
-    fused={"attn.c_attn": _QKV},
+    fused={"attn.c_attn": QKV},
 )
 _BIGCODE_NAMES = replace(_NAMES, inputs_first=False)
 
@@ -173,21 +167,14 @@ GPT_NEO = Family(
     ("GPTNeoForCausalLM",),
     _read_neo,
     Defaults("GPTNeoConfig", takes=TOKENS),
-    TensorNames(
-        prefixes=("transformer.", ""),
-        norm="ln_f",
-        embeddings="wte",
-        positions="wpe",
-        layers="h",
+    replace(
+        _BIGCODE_NAMES,
         names={
-            **_NORMS,
-            "self_attn.q_proj": "attn.attention.q_proj",
-            "self_attn.k_proj": "attn.attention.k_proj",
-            "self_attn.v_proj": "attn.attention.v_proj",
+            **_NAMES.names,
+            **{part: part.replace("self_attn", "attn.attention") for part in QKV},
             "self_attn.o_proj": "attn.attention.out_proj",
-            "mlp.up_proj": "mlp.c_fc",
-            "mlp.down_proj": "mlp.c_proj",
         },
+        fused={},
     ),
     nulls=("intermediate_size", "attention_types"),
 )

@@ -4,41 +4,41 @@ output projection. Rotary embedding turns neighbouring elements of a part of eac
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
+from dataclasses import replace
+
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
-from ..specs.tensor_names import TensorNames
-from . import gpt_2, reading
+from ..specs.tensor_names import QKV
+from . import gpt_2, reading, rotary
 from .defaults import TOKENS, Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = gpt_2.sizes(fields)
-    heads = reading.heads(fields)
-    turned = fields.optional("rotary_dim") or heads.head_dim
-    if turned > heads.head_dim or turned % 2:
-        raise fields.refuse("rotary_dim", f"an even number of at most {heads.head_dim}, a head's size, is needed")
-    rope = RopeConfig(turned, 10000.0, interleaved=True)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope)
+    size = reading.heads(fields).head_dim
+    turned = fields.optional("rotary_dim") or size
+    if turned > size or turned % 2:
+        raise fields.refuse("rotary_dim", f"an even number of at most {size}, a head's size, is needed")
+    attention = rotary.attention(fields, rope=RopeConfig(turned, 10000.0, interleaved=True), bias=False)
     feed_forward = reading.ungated(fields, "activation_function", default=UngatedActivation.GELU_TANH, bias=True)
-    layers = [DecoderLayer(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_epsilon"), head_bias=True)
+    norm = reading.layer_norm(fields, "layer_norm_epsilon")
+    return reading.decoder(fields, attention, feed_forward, norm, norms=Norms.PARALLEL, head_bias=True)
 
 
-_NAMES = {
-    "attention_norm": "ln_1",
-    "self_attn.q_proj": "attn.q_proj",
-    "self_attn.k_proj": "attn.k_proj",
-    "self_attn.v_proj": "attn.v_proj",
-    "self_attn.o_proj": "attn.out_proj",
-    "mlp.up_proj": "mlp.fc_in",
-    "mlp.down_proj": "mlp.fc_out",
-}
+_NAMES = replace(
+    gpt_2.TENSORS,
+    names={
+        "attention_norm": "ln_1",
+        **{part: part.replace("self_attn", "attn") for part in QKV},
+        "self_attn.o_proj": "attn.out_proj",
+        "mlp.up_proj": "mlp.fc_in",
+        "mlp.down_proj": "mlp.fc_out",
+    },
+)
 _NOTES = "adapters with a copy of the output projection are refused, as it has a bias"
 
 
@@ -59,7 +59,7 @@ GPT_J = Family(
     ("GPTJForCausalLM",),
     _read,
     Defaults("GPTJConfig", {"max_position_embeddings": 2048}, takes=TOKENS),
-    TensorNames(prefixes=("transformer.", ""), norm="ln_f", embeddings="wte", layers="h", names=_NAMES),
+    _NAMES,
     notes=_NOTES,
     nulls=("n_inner", "rotary_dim"),
 )
@@ -68,12 +68,8 @@ CODEGEN = Family(
     ("CodeGenForCausalLM",),
     _read_codegen,
     Defaults("CodeGenConfig", {"max_position_embeddings": 2048}, takes=TOKENS),
-    TensorNames(
-        prefixes=("transformer.", ""),
-        norm="ln_f",
-        embeddings="wte",
-        layers="h",
-        names=_NAMES,
+    replace(
+        _NAMES,
         fused={_QKV: ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")},
         by_unit=(_QKV,),
         units={_QKV: _PARTS},

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import Norms
-from ..specs.tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import LLAMA_NORMS, QKV, TensorNames
 from . import gpt_2, reading, rotary
+from .bloom import DENSE_NAMES
 from .defaults import TOKENS, Defaults
 
 _QKV = "attention.query_key_value"
@@ -27,25 +26,21 @@ def _read(fields: ConfigJson) -> ModelConfig:
         fields = fields.without(name)  # transformers leaves them out, too
     fields = reading.renamed(fields, {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
     fields.states("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
-    heads, bias = reading.heads(fields.without("head_dim")), fields.boolean("attention_bias")
-    rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+    attention = rotary.attention(fields.without("head_dim"))
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU, bias=True)
     norms = Norms.PARALLEL_TWO_NORMS if fields.boolean("use_parallel_residual") else Norms.BEFORE
-    layers = [DecoderLayer(attention, feed_forward, norms)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
+    return reading.decoder(fields, attention, feed_forward, reading.layer_norm(fields, "layer_norm_eps"), norms=norms)
 
 
 def _read_japanese(fields: ConfigJson) -> ModelConfig:
     fields = gpt_2.alone(fields).without("rope_theta").without("partial_rotary_factor")
     fields = reading.renamed(fields, {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
-    heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim))
+    attention, count = rotary.attention(fields, bias=False), fields.integer("num_hidden_layers")
+    mixers = [replace(attention, o_bias=at == count - 1) for at in range(count)]
     width = fields.integer("hidden_size") * fields.integer("intermediate_multiple_size")
     fields = fields.with_values({"intermediate_size": width})
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU)
-    layers = [DecoderLayer(replace(attention, o_bias=at == count - 1), feed_forward) for at in range(count)]
-    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
+    return reading.decoder(fields, mixers, feed_forward, reading.layer_norm(fields, "layer_norm_eps"))
 
 
 _NAMES = TensorNames(
@@ -53,13 +48,8 @@ _NAMES = TensorNames(
     heads=("embed_out.weight", "lm_head.weight"),
     norm="final_layer_norm",
     embeddings="embed_in",
-    names={
-        **LLAMA_NORMS,
-        "self_attn.o_proj": "attention.dense",
-        "mlp.up_proj": "mlp.dense_h_to_4h",
-        "mlp.down_proj": "mlp.dense_4h_to_h",
-    },
-    fused={_QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+    names={**LLAMA_NORMS, "self_attn.o_proj": "attention.dense", **DENSE_NAMES},
+    fused={_QKV: QKV},
     by_unit=(_QKV,),
 )
 

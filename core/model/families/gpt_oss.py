@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import ClampedSwiglu, Routing, Scoring
@@ -14,9 +12,7 @@ from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias, types = reading.heads(fields), fields.boolean("attention_bias"), reading.layer_types(fields, 2)
-    window = reading.checked_window(fields, types)
-    rope = rotary.rope(fields, heads.head_dim)
+    attention = rotary.attention(fields, sinks=True)
     experts = reading.experts(
         fields,
         Routing(1, Scoring.SOFTMAX_OF_CHOSEN, bias=True),
@@ -24,22 +20,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
         activation=ClampedSwiglu(fields.number("swiglu_alpha"), fields.number("swiglu_limit")),
         biased=True,
     )
-    layers = [
-        DecoderLayer(
-            AttentionSpec(
-                *heads,
-                scale=heads.head_dim**-0.5,
-                rope=rope,
-                window=window if seen == reading.SLIDING else None,
-                qkv_bias=bias,
-                o_bias=bias,
-                sinks=True,
-            ),
-            experts,
-        )
-        for seen in types
-    ]
-    return reading.dense(fields, layers, reading.rms_norm(fields, wide=True))
+    mixers = rotary.of_types(fields, attention, reading.layer_types(fields, 2))
+    return reading.decoder(fields, mixers, experts, reading.rms_norm(fields, wide=True))
 
 
 GPT_OSS = Family(

@@ -9,6 +9,8 @@ Tests: tests/core/test_families.py, tests/core/layers/test_hybrids.py
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
@@ -17,7 +19,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
 from ..specs.rope_config import RopeConfig
-from ..specs.tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames, stacked_names
 from . import reading, rotary
 from .defaults import Defaults
 from .mamba import mamba_2
@@ -28,22 +30,22 @@ _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 
 
 def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts, *, rotates: bool = True) -> ModelConfig:
-    heads = reading.heads(fields)
     embedding, logits, residual = (fields.number(name) for name in _FACTORS)
-    scores = reading.optional_number(fields, "attention_multiplier")
-    bias = fields.boolean("attention_bias")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5 if scores is None else scores,
-        rope=rotary.rope(fields, heads.head_dim) if rotates else None,
-        qkv_bias=bias,
-        o_bias=bias,
+    return reading.decoder(
+        fields,
+        scored(fields) if rotates else scored(fields, rope=None),
+        feed_forward,
+        kind=partial(DecoderLayer, residual_multiplier=residual),
+        embedding_multiplier=embedding,
+        logits_scale=1 / logits,
+        scales_image_rows=True,
     )
-    layer = DecoderLayer(attention, feed_forward, residual_multiplier=residual)
-    layers = [layer] * fields.integer("num_hidden_layers")
-    norm = reading.rms_norm(fields)
-    model = reading.dense(fields, layers, norm, embedding_multiplier=embedding, logits_scale=1 / logits)
-    return replace(model, scales_image_rows=True)
+
+
+def scored(fields: ConfigJson, **options: Any) -> AttentionSpec:
+    """Attention whose factor of scores may have a field. options: of `rotary.attention`."""
+    own, scale = rotary.attention(fields, **options), reading.optional_number(fields, "attention_multiplier")
+    return own if scale is None else replace(own, scale=scale)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -52,7 +54,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     routing, shared = Routing(1, Scoring.SOFTMAX_OF_CHOSEN), reading.number_of(fields, "shared_intermediate_size")
-    experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
+    experts = reading.experts(fields, routing, size="intermediate_size", shared=shared)
     return replace(_model(fields, experts), tensors=_WITH_SHARED if shared else _EXPERTS)
 
 
@@ -69,9 +71,10 @@ def _with_windows(fields: ConfigJson, model: ModelConfig) -> ModelConfig:
     """The model with sinks, and with each layer's own window and rope."""
     count = len(model.layers)
     types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
+    windows = reading.windows_of(fields, reading.layer_types(fields, types))
     layers = [
         replace(layer, mixer=replace(model.attention, window=window, rope=rope, sinks=True))
-        for layer, window, rope in zip(model.layers, reading.windows(fields, types), _ropes(fields, model), strict=True)
+        for layer, window, rope in zip(model.layers, windows, _ropes(fields, model), strict=True)
     ]
     return replace(model, layers=tuple(layers))
 
@@ -94,7 +97,7 @@ def _read_hybrid(fields: ConfigJson) -> ModelConfig:
     rotates, size = fields.text("position_embedding_type", "nope") == "rope", "shared_intermediate_size"
     if fields.integer("num_local_experts", least=0):
         routing, shared = Routing(1, Scoring.SOFTMAX_OF_CHOSEN), fields.integer(size)
-        experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
+        experts = reading.experts(fields, routing, size="intermediate_size", shared=shared)
         model = replace(_model(fields, experts, rotates=rotates), tensors=_WITH_SHARED)
     else:
         model = _model(fields, reading.gated(fields, size=size), rotates=rotates)
@@ -112,13 +115,8 @@ def _layer_types(fields: ConfigJson) -> list[str]:
     """Checkpoints say "mamba" and "attention", where transformers writes names of its own."""
     name = reading.one_of(fields, "layer_types", "layers_block_type")
     names = {"attention": reading.FULL, reading.FULL: reading.FULL, "mamba": _MAMBA, _MAMBA: _MAMBA}
-    count = fields.integer("num_hidden_layers")
-    types = fields.texts(name) or [_MAMBA] * count
-    if unknown := sorted(set(types) - set(names)):
-        raise fields.refuse(name, f"{unknown[0]} is not supported; supported: {', '.join(names)}")
-    if len(types) != count:
-        raise fields.refuse(name, f"{len(types)} types for num_hidden_layers, {count}")
-    return [names[each] for each in types]
+    types = fields.texts(name) or [_MAMBA] * fields.integer("num_hidden_layers")
+    return [names[each] for each in reading.checked_types(fields, types, names, name)]
 
 
 _EXPERTS = TensorNames(
@@ -126,8 +124,7 @@ _EXPERTS = TensorNames(
     stacked_experts={
         "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
         "block_sparse_moe.output_linear.weight": ("down_proj",),
-        "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
-        "block_sparse_moe.experts.down_proj": ("down_proj",),
+        **stacked_names("block_sparse_moe.experts"),
     },
     adapter_names={"mlp.gate": "block_sparse_moe.router"},
 )

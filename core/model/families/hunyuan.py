@@ -8,41 +8,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Routing, Scoring
-from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from ..specs.feed_forward import Routing
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, SHARED_EXPERTS, TensorNames, gated_names
 from . import reading, rotary
 from .defaults import Defaults
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    heads, bias, rope_fields = reading.heads(fields), fields.boolean("attention_bias"), rotary.rope_fields(fields)
+    attention = rotary.attention(fields, head_norm=HeadNorm.ROTATED, adjust=_stretched)
     if fields.boolean("use_cla"):
         raise fields.refuse("use_cla", "attention across layers is not supported; only false is")
-    rope = rotary.rope(fields, heads.head_dim)
-    if rope.type == "dynamic" and (alpha := reading.optional_number(rope_fields, "alpha")) is not None:
-        if (dim := heads.head_dim) == 2:
+    return attention
+
+
+def _stretched(fields: ConfigJson, rope: RopeConfig) -> RopeConfig:
+    alpha = reading.optional_number(rotary.rope_fields(fields), "alpha")
+    if rope.type == "dynamic" and alpha is not None:
+        if rope.dim == 2:
             raise fields.refuse("head_dim", "alpha needs more than two elements that rotate")
         # as NTK-aware interpolation: the frequencies depend on no length
-        rope = replace(rope, type="default", theta=rope.theta * alpha ** (dim / (dim - 2)))
+        rope = replace(rope, type="default", theta=rope.theta * alpha ** (rope.dim / (rope.dim - 2)))
     rotary.check_rotated_norm(fields, rope)
-    return AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rope,
-        head_norm=HeadNorm.ROTATED,
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    return rope
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layer = DecoderLayer(_attention(fields), reading.gated(fields))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    return reading.decoder(fields, _attention(fields), reading.gated(fields))
 
 
 def _read_vl(fields: ConfigJson) -> ModelConfig:
@@ -63,9 +59,8 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     fields = fields.with_values(numbers)
     size = fields.integer("intermediate_size")
     routing = Routing(1, renormalised=True)
-    experts = reading.experts(fields, routing, size="intermediate_size", per_token="moe_topk", shared_size=size)
-    layers = [DecoderLayer(_attention(fields), experts)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    experts = reading.experts(fields, routing, size="intermediate_size", per_token="moe_topk", shared=size)
+    return reading.decoder(fields, _attention(fields), experts)
 
 
 def _number_of_all(fields: ConfigJson, name: str) -> object:
@@ -85,30 +80,21 @@ def _read_3(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("mlp_bias"):
         raise fields.refuse("mlp_bias", "experts have no biases here; only false is supported")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH)
-    routing = Routing(
-        1,
-        Scoring.SIGMOID,
-        renormalised=True,
-        epsilon=1e-20,
-        factor=fields.number("router_scaling_factor"),
-        corrected=True,
-    )
-    shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
-    experts = reading.experts(fields, routing, shared_size=shared)
-    layers = reading.layers_with_experts(fields, [attention] * count, experts, reading.mlp_layer_types(fields, 1))
+    routing = reading.sigmoid_routing(fields, "router_scaling_factor", 1e-20)
+    experts = reading.experts(fields, routing, shared="num_shared_experts")
     tensors = replace(_NAMES_3, left_out=(f"model.layers.{count}.",))
-    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
+    return reading.decoder(fields, attention, experts, has_experts=reading.mlp_layer_types(fields, 1), tensors=tensors)
 
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_SHARED = gated_names("mlp.shared_expert", "mlp.shared_mlp")
 _NAMES_3 = TensorNames(
     names={
         **LLAMA_NORMS,
-        **{f"mlp.shared_expert.{each}": f"mlp.shared_mlp.{each}" for each in _MATRICES},
+        **_SHARED,
         "mlp.gate": "mlp.router.gate",
         CORRECTION: "mlp.expert_bias",
     },
-    adapter_names={f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
+    adapter_names=SHARED_EXPERTS,
 )
 _HEAD_NORMS = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
 HUNYUAN = Family(
@@ -131,14 +117,7 @@ HUNYUAN_MOE = Family(
     ("HunYuanMoEV1ForCausalLM",),
     _read_experts,
     Defaults("HunYuanMoEV1Config"),
-    TensorNames(
-        names={
-            **LLAMA_NORMS,
-            **_HEAD_NORMS,
-            **{f"mlp.shared_expert.{each}": f"mlp.shared_mlp.{each}" for each in _MATRICES},
-            "mlp.gate": "mlp.gate.wg",
-        }
-    ),
+    TensorNames(names={**LLAMA_NORMS, **_HEAD_NORMS, **_SHARED, "mlp.gate": "mlp.gate.wg"}),
     notes="layers with different numbers of experts are refused",
     nulls=("head_dim", "num_key_value_heads"),
 )

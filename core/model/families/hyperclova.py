@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
-from . import reading, rotary
+from . import granite, reading
 from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    scale = reading.optional_number(fields, "attention_multiplier")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5 if scale is None else scale,
-        rope=rotary.rope(fields, heads.head_dim),
-        qkv_bias=bias,
-        o_bias=bias,
-    )
-    layer = DecoderLayer(
-        attention,
-        reading.gated(fields, bias=fields.boolean("mlp_bias")),
-        Norms.AROUND if fields.boolean("use_post_norm") else Norms.BEFORE,
-        residual_multiplier=fields.number("residual_multiplier"),
-    )
-    return reading.dense(
+    return reading.decoder(
         fields,
-        [layer] * fields.integer("num_hidden_layers"),
-        reading.rms_norm(fields),
+        granite.scored(fields),
+        reading.gated(fields, bias=fields.boolean("mlp_bias")),
+        norms=Norms.AROUND if fields.boolean("use_post_norm") else Norms.BEFORE,
+        kind=partial(DecoderLayer, residual_multiplier=fields.number("residual_multiplier")),
         embedding_multiplier=fields.number("embedding_multiplier"),
         logits_scale=fields.number("logits_scaling"),
     )

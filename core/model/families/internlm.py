@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads = reading.heads(fields)
     of_qkv, of_rest = (_either(fields, *names) for names in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")))
     if of_qkv != of_rest:
         raise fields.refuse("qkv_bias", f"bias is {of_rest}; transformers computes only models with both or neither")
-    rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=of_qkv, o_bias=of_qkv)
-    layer = DecoderLayer(attention, reading.gated(fields, bias=of_rest))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    return reading.decoder(fields, rotary.attention(fields, bias=of_qkv), reading.gated(fields, bias=of_rest))
 
 
 def _either(fields: ConfigJson, name: str, other: str) -> bool:

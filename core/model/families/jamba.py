@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
 from ..specs.selective_scan import SelectiveScanSpec
-from ..specs.tensor_names import TensorNames
-from . import reading
+from ..specs.tensor_names import TensorNames, gated_names, stacked_names
+from . import reading, rotary
 from .defaults import Defaults
 from .mamba import check_time_steps
 from .mamba_1 import STEPS_NOTE, time_step_rank
@@ -21,8 +20,7 @@ from .mamba_1 import STEPS_NOTE, time_step_rank
 
 def _read(fields: ConfigJson) -> ModelConfig:
     check_time_steps(fields)
-    heads, norm = reading.heads(fields), reading.rms_norm(fields)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None)
+    norm, attention = reading.rms_norm(fields), rotary.attention(fields, rope=None, bias=False)
     mamba = SelectiveScanSpec(
         fields.integer("mamba_expand") * fields.integer("hidden_size"),
         fields.integer("mamba_d_state"),
@@ -63,17 +61,11 @@ JAMBA = Family(
         names={
             "attention_norm": "input_layernorm",
             "mlp_norm": "pre_ff_layernorm",
-            **{f"mlp.{each}_proj": f"feed_forward.{each}_proj" for each in ("gate", "up", "down")},
+            **gated_names("mlp", "feed_forward"),
             "mlp.gate": "feed_forward.router",
-            **{
-                f"mlp.experts.{{}}.{each}_proj": f"feed_forward.experts.{{}}.{each}_proj"
-                for each in ("gate", "up", "down")
-            },
+            **gated_names("mlp.experts.{}", "feed_forward.experts.{}"),
         },
-        stacked_experts={
-            "feed_forward.experts.gate_up_proj": ("gate_proj", "up_proj"),
-            "feed_forward.experts.down_proj": ("down_proj",),
-        },
+        stacked_experts=stacked_names("feed_forward.experts"),
     ),
     notes=STEPS_NOTE,
     nulls=("num_key_value_heads",),

@@ -10,7 +10,7 @@ from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.recurrent import GatedDeltaSpec
-from ..specs.tensor_names import JOINED_CONVS, TensorNames
+from ..specs.tensor_names import JOINED_CONVS, LETTERS, TensorNames, gated_names
 from . import glm_moe, latent, reading
 from .defaults import UNREAD, Defaults
 
@@ -37,19 +37,23 @@ _LINEAR_FIELDS = {
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = reading.renamed(fields, _FIELDS)
     linear = fields.object("linear_attn_config") or fields.part("linear_attn_config", {})
-    inner = {name: linear.integer(own) for own, name in _LINEAR_FIELDS.items() if linear.has(own)}
-    fields = fields.with_values(inner)
+    fields = with_linear_fields(fields, linear)
     _check(fields)
-    mixers = {reading.FULL: latent.attention(fields, rotates=False), _LINEAR: _delta(fields)}
+    delta_mixer = delta(fields, reading.rms_norm(fields).eps)
+    mixers = {reading.FULL: latent.attention(fields, rotates=False), _LINEAR: delta_mixer}
     types = _layer_types(fields, linear)
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    has_experts = reading.mlp_layer_types(fields)
     return glm_moe.model(fields, [mixers[kind] for kind in types], _NAMES, has_experts=has_experts)
+
+
+def with_linear_fields(fields: ConfigJson, linear: ConfigJson) -> ConfigJson:
+    """The fields, with those of `linear_attn_config` under transformers' names."""
+    return fields.with_values({name: linear.integer(own) for own, name in _LINEAR_FIELDS.items() if linear.has(own)})
 
 
 def _check(fields: ConfigJson) -> None:
     """Refuse what transformers leaves out for this family."""
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.refuse("hidden_act", f"Kimi Delta Attention is supported with silu alone, not with {activation}")
+    reading.check_silu(fields, "Kimi Delta Attention")
     if (scoring := fields.text("moe_router_activation_func", "sigmoid")) != "sigmoid":
         raise fields.refuse("moe_router_activation_func", f"{scoring} is not supported; supported: sigmoid")
     if fields.integer("moe_layer_freq", 1) != 1:
@@ -60,16 +64,18 @@ def _check(fields: ConfigJson) -> None:
         raise fields.refuse("tie_word_embeddings", "transformers does not tie them for this family; set it to false")
 
 
-def _delta(fields: ConfigJson) -> GatedDeltaSpec:
+def delta(fields: ConfigJson, eps: float, bound: float = 0.0) -> GatedDeltaSpec:
+    """The mixer of layers of Kimi Delta Attention. eps, bound: see `GatedDeltaSpec`."""
     heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
     return GatedDeltaSpec(
         heads,
         heads,
         k_dim=size,
         v_dim=size,
-        eps=reading.rms_norm(fields).eps,
+        eps=eps,
         conv_size=fields.integer("linear_conv_kernel_dim", least=2),
         gate_rank=size,
+        bound=bound,
     )
 
 
@@ -90,26 +96,29 @@ def _layer_types(fields: ConfigJson, linear: ConfigJson) -> list[str]:
     return [reading.FULL if number in full else _LINEAR for number in range(1, count + 1)]
 
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-_LETTERS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _FORGET_GATE = ("f_a_proj", "f_b_proj", "A_log", "dt_bias")
+
+#: Names of parts of Kimi Delta Attention, and modules whose names adapters may have as published code does.
+DELTA_NAMES = {
+    **{f"self_attn.{each}": f"self_attn.forget_gate.{each}" for each in _FORGET_GATE},
+    "self_attn.norm": "self_attn.o_norm",
+}
+DELTA_MODULES = {f"self_attn.{each}": f"self_attn.{each}" for each in _FORGET_GATE[:2]}
+
+_SHARED = gated_names("mlp.shared_expert", "block_sparse_moe.shared_experts")
 _NAMES = TensorNames(
     names={
         **glm_moe.NAMES,
-        **{f"self_attn.{each}": f"self_attn.forget_gate.{each}" for each in _FORGET_GATE},
-        "self_attn.norm": "self_attn.o_norm",
-        **{f"mlp.experts.{{}}.{each}": f"block_sparse_moe.experts.{{}}.{_LETTERS[each]}" for each in _MATRICES},
+        **DELTA_NAMES,
+        **gated_names("mlp.experts.{}", "block_sparse_moe.experts.{}", LETTERS),
     },
     older={
         "mlp.gate": "block_sparse_moe.gate",
-        **{f"mlp.shared_expert.{each}": f"block_sparse_moe.shared_experts.{each}" for each in _MATRICES},
-        **{f"mlp.{each}": f"block_sparse_moe.{each}" for each in _MATRICES},  # as transformers saves dense layers
+        **_SHARED,
+        **gated_names("mlp", "block_sparse_moe"),  # as transformers saves dense layers
     },
     joined=JOINED_CONVS,
-    adapter_names={  # of the modules of published checkpoints' own code
-        **{f"self_attn.{each}": f"self_attn.{each}" for each in _FORGET_GATE[:2]},
-        **{f"mlp.shared_expert.{each}": f"block_sparse_moe.shared_experts.{each}" for each in _MATRICES},
-    },
+    adapter_names={**DELTA_MODULES, **_SHARED},  # of the modules of published checkpoints' own code
     wrapped=("self_attn.A_log",),
 )
 KIMI_LINEAR = Family(

@@ -7,7 +7,6 @@ Tests: tests/core/test_experts.py
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
@@ -22,9 +21,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if fields.is_null("sliding_window"):
         raise fields.refuse("sliding_window", "transformers takes no null here; leave the field out for its default")
     routing = Routing(1, Scoring.SIGMOID_OF_CHOSEN, renormalised=fields.boolean("norm_topk_prob"), corrected=True)
-    experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
-    layers = [DecoderLayer(each, experts, Norms.AROUND) for each in exaone.attentions(fields, 5)]
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    experts = reading.experts(fields, routing, shared=fields.integer("shared_expert_intermediate_size"))
+    return reading.decoder(fields, exaone.attentions(fields, 5), experts, norms=Norms.AROUND)
 
 
 KOLIBRI_1 = Family(

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
+from ..specs.attention import HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Routing, Scoring
-from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, SHARED_EXPERTS, TensorNames
 from . import reading, rotary
 from .defaults import Defaults
 
@@ -30,46 +29,19 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("moe_router_logit_softcapping", "soft caps of a router are not supported; only 0 is")
     if (gating := fields.raw.get("gating", True)) not in _GATES or (gating == 1 and gating is not True):
         raise fields.refuse("gating", "not supported; supported: true, per-head, per-element")
-    bias = fields.boolean("attention_bias")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=None,
-        head_norm=HeadNorm.EACH,
-        qkv_bias=bias,
-        o_bias=bias,
-        output_gate=_GATES[gating],
-        softplus_gates=True,
+    types = reading.layer_types(fields, [reading.FULL] * count)
+    own = fields.with_defaults({"partial_rotary_factor": 1.0})
+    ropes = rotary.whole_ropes(own, heads.head_dim, types, _ROPES)
+    attention = rotary.attention(
+        fields, rope=None, head_norm=HeadNorm.EACH, output_gate=_GATES[gating], softplus_gates=True
     )
-    types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [reading.FULL] * count
-    ropes = {
-        kind: rotary.rope_of_type(
-            fields.with_defaults({"partial_rotary_factor": 1.0}),
-            heads.head_dim,
-            rotary.whole_rope(fields, kind, _ROPES),
-        )
-        for kind in dict.fromkeys(types)
-    }
     mixers = [
-        replace(
-            attention,
-            num_heads=number,
-            rope=ropes[kind],
-            window=window,
-            form="" if number == heads.num_heads else f"{number} heads",
-        )
-        for kind, window, number in zip(types, reading.windows_of(fields, types), numbers, strict=True)
+        replace(mixer, num_heads=number, form="" if number == heads.num_heads else f"{number} heads")
+        for mixer, number in zip(rotary.of_types(fields, attention, types, ropes), numbers, strict=True)
     ]
-    routing = Routing(
-        1,
-        Scoring.SIGMOID,
-        renormalised=True,
-        factor=fields.number("moe_routed_scaling_factor"),
-        corrected=True,
-    )
-    experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
-    layers = reading.layers_with_experts(fields, mixers, experts, reading.mlp_layer_types(fields, 1))
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    routing = reading.sigmoid_routing(fields, "moe_routed_scaling_factor")
+    experts = reading.experts(fields, routing, shared=fields.integer("shared_expert_intermediate_size"))
+    return reading.decoder(fields, mixers, experts, has_experts=reading.mlp_layer_types(fields, 1))
 
 
 #: Where `rope_parameters` is missing.
@@ -77,13 +49,12 @@ _ROPES = {
     reading.FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
     reading.SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 }
-_SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
 
 LAGUNA = Family(
     "Laguna",
     ("LagunaForCausalLM",),
     _read,
     Defaults("LagunaConfig", takes=("intermediate_size",)),
-    TensorNames(names={**LLAMA_NORMS, **_SHARED, CORRECTION: "mlp.experts.e_score_correction_bias"}),
+    TensorNames(names={**LLAMA_NORMS, **SHARED_EXPERTS, CORRECTION: "mlp.experts.e_score_correction_bias"}),
     nulls=("num_attention_heads_per_layer",),
 )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Activation, Routing
+from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TensorNames
 from . import qwen3_5, reading, rotary
 from .defaults import Defaults
@@ -24,25 +23,19 @@ _LINEAR = "linear_attention"
 def _read(fields: ConfigJson) -> ModelConfig:
     count, norm = fields.integer("num_hidden_layers"), reading.rms_norm(fields, wide=True)
     types = fields.texts("layer_types") or [_PATTERN[at % len(_PATTERN)] for at in range(count)]
-    if unknown := sorted({*types} - {reading.FULL, reading.SLIDING, _LINEAR}):
-        supported = f"{reading.FULL}, {reading.SLIDING}, {_LINEAR}"
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {supported}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    reading.checked_types(fields, types, (reading.FULL, reading.SLIDING, _LINEAR))
     experts = reading.experts(
         fields,
         Routing(1, renormalised=fields.boolean("norm_topk_prob")),
-        shared_size=fields.integer("shared_expert_intermediate_size"),
+        shared=fields.integer("shared_expert_intermediate_size"),
     )
-    if experts.activation is not Activation.SILU:
-        raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH)
     mixers = {
         reading.FULL: replace(attention, rope=None),
         reading.SLIDING: replace(attention, window=reading.checked_window(fields, types)),
         _LINEAR: qwen3_5.delta(fields, norm.eps),
     }
-    return reading.dense(fields, [DecoderLayer(mixers[kind], experts) for kind in types], norm)
+    return reading.decoder(fields, [mixers[kind] for kind in types], experts, norm)
 
 
 _PATTERN = (_LINEAR, reading.SLIDING, _LINEAR, reading.FULL, reading.SLIDING)

@@ -83,11 +83,8 @@ def indexed(fields: ConfigJson, *, interleaved: bool, kinds: list[str] | None = 
 
 def check_indexed(fields: ConfigJson) -> None:
     """Refuse types of layers other than the only one."""
-    count = fields.integer("num_hidden_layers")
-    if (types := fields.texts("layer_types")) and len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    if unknown := [kind for kind in types if kind not in _INDEXED]:
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(_INDEXED)}")
+    if types := fields.texts("layer_types"):
+        reading.checked_types(fields, types, _INDEXED)
 
 
 def with_indexer(fields: ConfigJson, mixer: AttentionSpec, *, interleaved: bool) -> AttentionSpec:
@@ -124,11 +121,7 @@ def indexer_kinds(fields: ConfigJson, *, may_begin_shared: bool = False) -> list
 
 def _checked(kinds: list[str], fields: ConfigJson, name: str, *, may_begin_shared: bool) -> list[str]:
     """Types of all layers, after a check. name: the field that has them."""
-    count = fields.integer("num_hidden_layers")
-    if len(kinds) != count:
-        raise fields.refuse(name, f"{len(kinds)} types for num_hidden_layers, {count}")
-    if unknown := [kind for kind in kinds if kind not in (FULL, SHARED)]:
-        raise fields.refuse(name, f"{unknown[0]} is not supported; supported: {FULL}, {SHARED}")
+    reading.checked_types(fields, kinds, (FULL, SHARED), name)
     if kinds[0] == SHARED and not may_begin_shared:
         raise fields.refuse(name, f"no layer before the first one has chosen tokens; it must be {FULL}")
     return kinds

@@ -6,6 +6,7 @@ Tests: tests/core/test_families.py
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from ..compose.decoder_layer import DecoderLayer
@@ -21,8 +22,8 @@ def _model(fields: ConfigJson, *, interleaved: bool, residual: float = 1.0, **ot
     """interleaved: how rotated elements are paired. residual: see `LayerSpec.residual_multiplier`."""
     attention = latent.attention(fields, interleaved=interleaved)
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
-    layers = [DecoderLayer(attention, feed_forward, residual_multiplier=residual)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.rms_norm(fields), **others)
+    kind = partial(DecoderLayer, residual_multiplier=residual)
+    return reading.decoder(fields, attention, feed_forward, kind=kind, **others)
 
 
 def _read_youtu(fields: ConfigJson) -> ModelConfig:

@@ -11,18 +11,18 @@ from dataclasses import replace
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
 from ..specs.norms import NormSpec
 from ..specs.recurrent import ShortConvSpec
-from ..specs.tensor_names import TensorNames
+from ..specs.tensor_names import LETTERS, TensorNames, gated_names, stacked_names
 from ..specs.vision import PROJECTED, SEES
 from . import reading, rotary
 from .defaults import Defaults
 
-_CONV = "conv"
+CONV = "conv"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -48,16 +48,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
 
 
 def _model(fields: ConfigJson, feed_forward: list[GatedSpec] | list[GatedSpec | Experts]) -> ModelConfig:
-    heads = reading.heads(fields)
-    attention = AttentionSpec(
-        *heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim), head_norm=HeadNorm.EACH
-    )
-    conv = ShortConvSpec(
-        fields.integer("hidden_size"),
-        conv_size=fields.integer("conv_L_cache", least=2),
-        bias=fields.boolean("conv_bias"),
-    )
-    mixers = {reading.FULL: attention, _CONV: conv}
+    mixers = {reading.FULL: rotary.attention(fields, bias=False, head_norm=HeadNorm.EACH), CONV: short_conv(fields)}
     types = zip(_layer_types(fields), feed_forward, strict=True)
     layers = [DecoderLayer(mixers[kind], each) for kind, each in types]
     tied = "tie_embedding" if "tie_embedding" in fields.raw else "tie_word_embeddings"
@@ -65,11 +56,17 @@ def _model(fields: ConfigJson, feed_forward: list[GatedSpec] | list[GatedSpec | 
     return reading.dense(fields, layers, norm, tie_word_embeddings=fields.boolean(tied))
 
 
+def short_conv(fields: ConfigJson) -> ShortConvSpec:
+    """The mixer of layers of gated short convolutions."""
+    hidden, size = fields.integer("hidden_size"), fields.integer("conv_L_cache", least=2)
+    return ShortConvSpec(hidden, conv_size=size, bias=fields.boolean("conv_bias"))
+
+
 def _layer_types(fields: ConfigJson) -> list[str]:
     if fields.has("layer_types") or not fields.has("full_attn_idxs"):
-        return reading.layer_types(fields, 1, other=_CONV)
+        return reading.layer_types(fields, 1, other=CONV)
     attends = fields.indices("full_attn_idxs")
-    return [reading.FULL if index in attends else _CONV for index in range(fields.integer("num_hidden_layers"))]
+    return [reading.FULL if index in attends else CONV for index in range(fields.integer("num_hidden_layers"))]
 
 
 def _width(fields: ConfigJson) -> int:
@@ -90,9 +87,7 @@ _NAMES = {
     "self_attn.q_norm": "self_attn.q_layernorm",
     "self_attn.k_norm": "self_attn.k_layernorm",
     "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
+    **gated_names("mlp", "feed_forward", LETTERS),
 }
 LFM2 = Family(
     "LFM2",
@@ -114,11 +109,7 @@ LFM2_VL = Family(
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
     notes=SEES,
-    vision=replace(
-        PROJECTED,
-        arguments=("pixel_values", "spatial_shapes", "pixel_attention_mask"),
-        token=396,
-    ),
+    vision=replace(PROJECTED, arguments=("pixel_values", "spatial_shapes", "pixel_attention_mask"), token=396),
 )
 LFM2_MOE = Family(
     "LFM2-MoE",
@@ -131,13 +122,8 @@ LFM2_MOE = Family(
             **_NAMES,
             "mlp.gate": "feed_forward.gate",
             "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
-            "mlp.experts.{}.gate_proj": "feed_forward.experts.{}.w1",
-            "mlp.experts.{}.up_proj": "feed_forward.experts.{}.w3",
-            "mlp.experts.{}.down_proj": "feed_forward.experts.{}.w2",
+            **gated_names("mlp.experts.{}", "feed_forward.experts.{}", LETTERS),
         },
-        stacked_experts={
-            "feed_forward.experts.gate_up_proj": ("gate_proj", "up_proj"),
-            "feed_forward.experts.down_proj": ("down_proj",),
-        },
+        stacked_experts=stacked_names("feed_forward.experts"),
     ),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
@@ -17,52 +16,34 @@ from ..specs.feed_forward import GatedSpec
 from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.rope_config import RopeConfig
-from ..specs.tensor_names import TensorNames
+from ..specs.tensor_names import LETTERS, TensorNames, gated_names
 from . import reading, rotary
 from .defaults import Defaults
-
-_CONV = "conv"
+from .lfm2 import CONV, LFM2_VL, short_conv
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, types, bias = reading.heads(fields), _layer_types(fields), fields.boolean("attention_bias")
-    mixers: dict[str, AttentionSpec | ShortConvSpec] = {
-        kind: AttentionSpec(
-            *heads,
-            scale=heads.head_dim**-0.5,
-            rope=_rope(fields, kind, heads.head_dim),
-            window=reading.checked_window(fields, types) if kind == reading.SLIDING else None,
-            head_norm=HeadNorm.EACH,
-            qkv_bias=bias,
-            o_bias=bias,
-            output_gate=OutputGate.PER_HEAD if fields.boolean("use_attention_gate") else None,
-        )
-        for kind in (reading.FULL, reading.SLIDING)
-        if kind in types
-    }
-    mixers[_CONV] = ShortConvSpec(
-        fields.integer("hidden_size"),
-        conv_size=fields.integer("conv_L_cache", least=2),
-        bias=fields.boolean("conv_bias"),
-    )
+    types = _layer_types(fields)
+    gate = OutputGate.PER_HEAD if fields.boolean("use_attention_gate") else None
+    attention = rotary.attention(fields, rope=None, head_norm=HeadNorm.EACH, output_gate=gate)
+    attends = [kind for kind in dict.fromkeys(types) if kind != CONV]
+    ropes = {kind: _rope(fields, kind, attention.head_dim) for kind in attends}
+    of_types = zip(attends, rotary.of_types(fields, attention, attends, ropes), strict=True)
+    mixers: dict[str, AttentionSpec | ShortConvSpec] = dict(of_types)
+    mixers[CONV] = short_conv(fields)
     feed_forward = GatedSpec(fields.integer("intermediate_size"))
     norms = Norms.AROUND if fields.boolean("use_sandwich_norm") else Norms.BEFORE
-    layers = [DecoderLayer(mixers[kind], feed_forward, norms) for kind in types]
-    return reading.dense(fields, layers, NormSpec(fields.number(reading.one_of(fields, "norm_eps", "rms_norm_eps"))))
+    norm = NormSpec(fields.number(reading.one_of(fields, "norm_eps", "rms_norm_eps")))
+    return reading.decoder(fields, [mixers[kind] for kind in types], feed_forward, norm, norms=norms)
 
 
 def _layer_types(fields: ConfigJson) -> list[str]:
     """By default of every four layers the first has a window and the third full attention; the very first has none."""
     count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
     if not types:
-        kinds = (reading.SLIDING, _CONV, reading.FULL, _CONV)
-        return [kinds[index % 4] if index else _CONV for index in range(count)]
-    known = (reading.FULL, reading.SLIDING, _CONV)
-    if unknown := sorted(set(types) - set(known)):
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(known)}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    return types
+        kinds = (reading.SLIDING, CONV, reading.FULL, CONV)
+        return [kinds[index % 4] if index else CONV for index in range(count)]
+    return reading.checked_types(fields, types, (reading.FULL, reading.SLIDING, CONV))
 
 
 def _rope(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig:
@@ -86,9 +67,7 @@ _NAMES = {
     "attention_out_norm": "post_operator_norm",
     "mlp_norm": "ffn_norm",
     "mlp_out_norm": "post_ffn_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
+    **gated_names("mlp", "feed_forward", LETTERS),
 }
 _OLDER = {"self_attn.g_proj": "self_attn.gate_proj"}
 LFM3 = Family(
@@ -103,11 +82,6 @@ LFM3_VL = Family(
     ("Lfm3VlForConditionalGeneration",),
     _read,
     Defaults("Lfm3Config", takes=("intermediate_size",)),
-    replace(
-        LFM3.tensors,
-        prefixes=("model.language_model.", "language_model.model."),
-        heads=("lm_head.weight", "language_model.lm_head.weight"),
-        left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
-    ),
+    replace(LFM2_VL.tensors, names=_NAMES, older=_OLDER, adapter_names=_OLDER),
     notes="text only",
 )

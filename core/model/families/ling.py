@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.attention import OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import CORRECTION, JOINED_CONVS, TensorNames
-from . import glm_moe, latent, reading, rotary
+from . import glm_moe, kimi_linear, latent, reading, rotary
 from .defaults import Defaults
 
 _LINEAR = "linear_attention"
@@ -40,43 +40,33 @@ _LINEAR_FIELDS = {
 
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = reading.renamed(fields, _FIELDS)
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.refuse("hidden_act", f"Kimi Delta Attention is supported with silu alone, not with {activation}")
+    reading.check_silu(fields, "Kimi Delta Attention")
     if fields.boolean("tie_word_embeddings"):
         raise fields.refuse("tie_word_embeddings", "transformers does not tie them for this family; set it to false")
     rotary.check_original(rotary.rope_fields(fields))
     attention = replace(latent.attention(fields, interleaved=True), output_gate=OutputGate.PER_HEAD)
     mixers = {reading.FULL: attention, _LINEAR: _delta(fields)}
     types = reading.layer_types(fields, fields.integer("layer_group_size"), other=_LINEAR)
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    has_experts = reading.mlp_layer_types(fields)
     model = glm_moe.model(fields, [mixers[kind] for kind in types], _NAMES, has_experts=has_experts)
     published = replace(_PUBLISHED, left_out=model.tensors.left_out)
     return replace(model, tensors=replace(model.tensors, published=(published,)))
 
 
 def _delta(fields: ConfigJson) -> GatedDeltaSpec:
-    size, heads, conv = (
-        fields.integer(name if name in fields.raw else other) for name, other in _LINEAR_FIELDS.items()
-    )
-    if conv < 2:
+    own = {name: fields.integer(name if name in fields.raw else other) for name, other in _LINEAR_FIELDS.items()}
+    if own["linear_conv_kernel_dim"] < 2:
         raise fields.refuse("short_conv_kernel_size", "a whole number of at least 2 is needed")
-    return GatedDeltaSpec(
-        heads,
-        heads,
-        k_dim=size,
-        v_dim=size,
-        eps=reading.rms_norm(fields).eps,
-        conv_size=conv,
-        whole_gates=True,
-        bound=_bound(fields) if fields.boolean("kda_safe_gate") else 0.0,
-    )
+    bound = _bound(fields) if fields.boolean("kda_safe_gate") else 0.0
+    found = kimi_linear.delta(fields.with_values(own), reading.rms_norm(fields).eps, bound)
+    return replace(found, gate_rank=0, whole_gates=True)
 
 
 def _bound(fields: ConfigJson) -> float:
     """The least logarithm of a decay."""
     name = "kda_lower_bound"
     bound = fields.raw.get(name, -5.0)
-    if not isinstance(bound, int | float) or isinstance(bound, bool) or not -1e12 <= bound < 0:
+    if not is_number(bound) or not -1e12 <= bound < 0:
         raise fields.refuse(name, "a finite number below 0 is needed, since decays with others would grow")
     return float(bound)
 

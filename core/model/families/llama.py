@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from . import reading, rotary
@@ -14,9 +12,8 @@ from .defaults import TOKENS, Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    attention = rotary.attention(fields)
-    layer = DecoderLayer(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
+    return reading.decoder(fields, rotary.attention(fields), feed_forward)
 
 
 def _read_iquest(fields: ConfigJson) -> ModelConfig:
@@ -27,12 +24,11 @@ def _read_iquest(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_windows(fields: ConfigJson) -> ModelConfig:
-    heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim))
+    attention = rotary.attention(fields, bias=False)
+    types = [reading.SLIDING if at % 4 else reading.FULL for at in range(fields.integer("num_hidden_layers"))]
+    mixers = rotary.of_types(fields, attention, reading.layer_types(fields, types))
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
-    types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
-    layers = [DecoderLayer(replace(attention, window=each), feed_forward) for each in reading.windows(fields, types)]
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    return reading.decoder(fields, mixers, feed_forward)
 
 
 LLAMA = Family(

@@ -14,7 +14,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.rope_config import RopeConfig
-from ..specs.tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames, gated_names, stacked_names
 from . import reading, rotary
 from .defaults import Defaults
 
@@ -24,8 +24,8 @@ _CHUNKED = "chunked_attention"
 def _read(fields: ConfigJson) -> ModelConfig:
     count, routing = fields.integer("num_hidden_layers"), Routing(1, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True)
     has_experts = _layers_with_experts(fields, count)
-    size = fields.integer("intermediate_size")
-    experts = reading.experts(fields, routing, size="intermediate_size", shared_size=size)
+    size = "intermediate_size"
+    experts = reading.experts(fields, routing, size=size, shared=fields.integer(size))
     dense = experts if all(has_experts) else reading.gated(fields, size="intermediate_size_mlp")
     rotates = _rotates(fields, count)
     layers = [
@@ -36,26 +36,25 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope, chunk = _rope(fields, heads.head_dim), fields.optional("attention_chunk_size")
+    attention, chunk = (
+        rotary.attention(fields, interleaved=True, adjust=_checked),
+        fields.optional("attention_chunk_size"),
+    )
     scaling = None
     if _is_tuned(fields):
         scaling = TemperatureTuning(fields.number("attn_scale"), fields.integer("floor_scale"), first=1)
     default = [_CHUNKED if rotated and chunk is not None else reading.FULL for rotated in rotates]
-    types = reading.layer_types(fields, 1, _CHUNKED) if fields.texts("layer_types") else default
+    types = reading.layer_types(fields, default, _CHUNKED)
     if chunk is None and _CHUNKED in types:
         raise fields.refuse("attention_chunk_size", "layers with chunked attention need it")
     is_normed = fields.boolean("use_qk_norm")
     return [
-        AttentionSpec(
-            *heads,
-            scale=heads.head_dim**-0.5,
-            rope=rope if rotated else None,
+        replace(
+            attention,
+            rope=attention.rope if rotated else None,
             window=chunk if kind == _CHUNKED else None,
             chunked=kind == _CHUNKED,
             head_norm=HeadNorm.BARE if is_normed and rotated else None,
-            qkv_bias=bias,
-            o_bias=bias,
             log_scaling=None if rotated else scaling,
         )
         for rotated, kind in zip(rotates, types, strict=True)
@@ -70,8 +69,7 @@ def _is_tuned(fields: ConfigJson) -> bool:
     return fields.boolean(name) if type(value) is not int or value < 1 else True
 
 
-def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig:
-    rope = rotary.rope(fields, head_dim, interleaved=True)
+def _checked(fields: ConfigJson, rope: RopeConfig) -> RopeConfig:
     if rope.attention_factor != 1 and fields.boolean("use_qk_norm"):
         raise fields.refuse("use_qk_norm", "heads are normalised with ropes that don't change their norms alone")
     return rope
@@ -96,22 +94,16 @@ def _layers_with_experts(fields: ConfigJson, count: int) -> list[bool]:
     return [index in chosen for index in range(count)]
 
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
 _NAMES = {
     **LLAMA_NORMS,
     "mlp.gate": "feed_forward.router",
-    **{
-        f"mlp.{part}{each}": f"feed_forward.{part}{each}"
-        for part in ("", "shared_expert.", "experts.{}.")
-        for each in _MATRICES
-    },
+    **gated_names("mlp", "feed_forward"),
+    **gated_names("mlp.shared_expert", "feed_forward.shared_expert"),
+    **gated_names("mlp.experts.{}", "feed_forward.experts.{}"),
 }
 _TENSORS = TensorNames(
     names=_NAMES,
-    stacked_experts={
-        "feed_forward.experts.gate_up_proj": ("gate_proj", "up_proj"),
-        "feed_forward.experts.down_proj": ("down_proj",),
-    },
+    stacked_experts=stacked_names("feed_forward.experts"),
     transposed=True,
     swapped=True,
     head_part="language_model",
@@ -132,12 +124,9 @@ LLAMA_4_TEXT = Family(
     _read,
     Defaults("Llama4TextConfig", takes=("vocab_size", "intermediate_size")),
     replace(
-        BESIDE_VISION,
-        names=_NAMES,
-        stacked_experts=_TENSORS.stacked_experts,
-        transposed=True,
-        swapped=True,
-        head_part=_TENSORS.head_part,
+        _TENSORS,
+        prefixes=BESIDE_VISION.prefixes,
+        heads=BESIDE_VISION.heads,
         left_out=("vision_model.", "multi_modal_projector."),
     ),
     notes=_NOTES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
@@ -13,28 +13,12 @@ from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    types = reading.layer_types(fields, 1)
-    window = reading.checked_window(fields, types)
-    ropes = {
-        kind: rotary.rope_of_type(fields, heads.head_dim, rotary.whole_rope(fields, kind, _ROPES))
-        for kind in set(types)
-    }
-    attentions = [
-        AttentionSpec(
-            *heads,
-            scale=heads.head_dim**-0.5,
-            rope=ropes[seen],
-            head_norm=HeadNorm.EACH,
-            qkv_bias=bias,
-            o_bias=bias,
-            window=window if seen == reading.SLIDING else None,
-        )
-        for seen in types
-    ]
+    attention, types = rotary.attention(fields, rope=None, head_norm=HeadNorm.EACH), reading.layer_types(fields)
+    ropes = rotary.whole_ropes(fields, attention.head_dim, types, _ROPES)
+    mixers = rotary.of_types(fields, attention, types, ropes)
     experts = reading.experts(fields, Routing(1, renormalised=fields.boolean("norm_topk_prob")))
-    layers = reading.layers_with_experts(fields, attentions, experts, reading.mlp_layer_types(fields, 0))
-    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=TensorNames(left_out=("mtp.",)))
+    has_experts, tensors = reading.mlp_layer_types(fields, 0), TensorNames(left_out=("mtp.",))
+    return reading.decoder(fields, mixers, experts, has_experts=has_experts, tensors=tensors)
 
 
 _ROPES = {

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Routing, Scoring
-from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import CORRECTION, LETTERS, LLAMA_NORMS, TensorNames, gated_names
 from . import reading, rotary
 from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads = reading.heads(fields)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(_with_partial_factor(fields, heads.head_dim), heads.head_dim),
-        head_norm=HeadNorm.ALL,
-    )
-    routing = Routing(1, Scoring.SIGMOID, renormalised=True, corrected=True)
-    layer = DecoderLayer(attention, reading.experts(fields, routing, size="intermediate_size"))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    own = _with_partial_factor(fields, reading.heads(fields).head_dim)
+    attention = rotary.attention(own, bias=False, head_norm=HeadNorm.ALL)
+    experts = reading.experts(fields, reading.sigmoid_routing(fields), size="intermediate_size")
+    return reading.decoder(fields, attention, experts)
 
 
 def _with_partial_factor(fields: ConfigJson, head_dim: int) -> ConfigJson:
@@ -44,9 +36,7 @@ MINIMAX_M2 = Family(
             **LLAMA_NORMS,
             "mlp.gate": "block_sparse_moe.gate",
             CORRECTION: "block_sparse_moe.e_score_correction_bias",
-            "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
-            "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
-            "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+            **gated_names("mlp.experts.{}", "block_sparse_moe.experts.{}", LETTERS),
         }
     ),
 )

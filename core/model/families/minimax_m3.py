@@ -13,9 +13,17 @@ from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import ClampedSwiglu, GatedSpec, Routing, Scoring
+from ..specs.feed_forward import ClampedSwiglu, GatedSpec
 from ..specs.indexer import BlockIndexerSpec
-from ..specs.tensor_names import CORRECTION, FUSED_GATE_UP, LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import (
+    CORRECTION,
+    FUSED_GATE_UP,
+    LETTERS,
+    LLAMA_NORMS,
+    SHARED_EXPERTS,
+    TensorNames,
+    gated_names,
+)
 from . import reading, rotary
 from .defaults import Defaults
 from .reading import FULL
@@ -35,21 +43,14 @@ _SCHEDULE = "sparse_attention_freq"
 
 def _read(fields: ConfigJson) -> ModelConfig:
     fields, types = _with_indexer(fields)
-    heads = reading.heads(fields)
-    full = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.EACH,
-    )
+    full = rotary.attention(fields, bias=False, head_norm=HeadNorm.EACH)
     sparse = _sparse(fields, full) if SPARSE in types else full
     activation = ClampedSwiglu(fields.number("swiglu_alpha"), fields.number("swiglu_limit"))
-    factor = fields.number("routed_scaling_factor")
     experts = reading.experts(
         fields,
-        Routing(1, Scoring.SIGMOID, renormalised=True, corrected=True, factor=factor),
+        reading.sigmoid_routing(fields, "routed_scaling_factor"),
         size="intermediate_size",
-        shared_size=fields.integer("shared_intermediate_size"),
+        shared=fields.integer("shared_intermediate_size"),
         activation=activation,
     )
     dense = GatedSpec(fields.integer("dense_intermediate_size"), activation)
@@ -67,12 +68,7 @@ def _with_indexer(fields: ConfigJson) -> tuple[ConfigJson, list[str]]:
     fields = fields.with_values({name: older.raw[old] for name, old in _OLDER.items() if old in older.raw})
     if not types and _SCHEDULE in older.raw:
         types = [SPARSE if each else FULL for each in older.indices(_SCHEDULE)]
-    types = types or [FULL] * count
-    if unknown := [kind for kind in types if kind not in (FULL, SPARSE)]:
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {SPARSE}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    return fields, types
+    return fields, reading.checked_types(fields, types or [FULL] * count, (FULL, SPARSE))
 
 
 def _older(fields: ConfigJson) -> ConfigJson:
@@ -105,7 +101,6 @@ def _has_experts(fields: ConfigJson) -> list[bool]:
     return reading.mlp_layer_types(fields, 0)
 
 
-_SHARED = ("gate_proj", "up_proj", "down_proj")
 _INDEX = ("q_norm", "k_norm")
 
 #: As published: projections are apart, and experts in a part of another name.
@@ -115,18 +110,16 @@ _PUBLISHED = TensorNames(
     names={
         **LLAMA_NORMS,
         **{f"self_attn.indexer.{part}": f"self_attn.index_{part}" for part in ("q_proj", "k_proj", *_INDEX)},
-        **{f"mlp.shared_expert.{part}": f"block_sparse_moe.shared_experts.{part}" for part in _SHARED},
+        **gated_names("mlp.shared_expert", "block_sparse_moe.shared_experts"),
         "mlp.gate": "block_sparse_moe.gate",
         CORRECTION: "block_sparse_moe.e_score_correction_bias",
-        "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
-        "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
-        "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+        **gated_names("mlp.experts.{}", "block_sparse_moe.experts.{}", LETTERS),
     },
 )
 _PARTS = ("vision_tower", "multi_modal_projector", "patch_merge_mlp", "mtp")
 _TENSORS = TensorNames(
     prefixes=("model.language_model.", "model."),
-    names={**LLAMA_NORMS, **{f"mlp.shared_expert.{part}": f"mlp.shared_experts.{part}" for part in _SHARED}},
+    names={**LLAMA_NORMS, **SHARED_EXPERTS},
     fused={
         **FUSED_GATE_UP,
         "mlp.shared_experts.gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),

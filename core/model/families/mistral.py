@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, TemperatureTuning
+from ..specs.attention import TemperatureTuning
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
@@ -35,8 +34,7 @@ def _read_part(fields: ConfigJson) -> ModelConfig:
 
 def _read_ministral(fields: ConfigJson) -> ModelConfig:
     rotary.rope_fields(fields).states(_BETA)
-    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
-    types = types or [reading.SLIDING] * fields.integer("num_hidden_layers")
+    types = reading.layer_types(fields, [reading.SLIDING] * fields.integer("num_hidden_layers"))
     if fields.is_null("sliding_window"):
         raise fields.refuse("sliding_window", "transformers needs one, also where no layer has it")
     return _model(fields, reading.windows_of(fields, types))
@@ -49,11 +47,8 @@ def _read_ministral_3(fields: ConfigJson) -> ModelConfig:
 
 
 def _model(fields: ConfigJson, windows: Sequence[int | None], scaling: TemperatureTuning | None = None) -> ModelConfig:
-    heads = reading.heads(fields)
-    rope, feed_forward = rotary.rope(fields, heads.head_dim), reading.gated(fields)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, log_scaling=scaling)
-    layers = [DecoderLayer(replace(attention, window=each), feed_forward) for each in windows]
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    attention = rotary.attention(fields, bias=False, log_scaling=scaling)
+    return reading.decoder(fields, [replace(attention, window=each) for each in windows], reading.gated(fields))
 
 
 def _read_4(fields: ConfigJson) -> ModelConfig:
@@ -117,10 +112,7 @@ MISTRAL_4 = Family(
     _read_4,
     Defaults(
         "Mistral4Config",
-        {
-            "num_nextn_predict_layers": 0,
-            "partial_rotary_factor": UNREAD,
-        },
+        {"num_nextn_predict_layers": 0, "partial_rotary_factor": UNREAD},
         takes=("intermediate_size",),
     ),
     glm_moe.TENSORS,

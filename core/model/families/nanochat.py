@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import NormSpec
+from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = rotary.rope(fields, heads.head_dim)
-    rotary.check_rotated_norm(fields, rope)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=replace(rope, backward=True),
-        head_norm=HeadNorm.BARE,  # rotating changes no norm
-        qkv_bias=bias,
-        o_bias=bias,
-    )
-    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED))
-    return reading.dense(
+    attention = rotary.attention(fields, adjust=_backward, head_norm=HeadNorm.BARE)  # rotating changes no norm
+    return reading.decoder(
         fields,
-        [layer] * fields.integer("num_hidden_layers"),
+        attention,
+        reading.ungated(fields, default=UngatedActivation.RELU_SQUARED),
         NormSpec(reading.rms_norm(fields).eps, weightless=True),
         embedding_norm=True,
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
     )
+
+
+def _backward(fields: ConfigJson, rope: RopeConfig) -> RopeConfig:
+    rotary.check_rotated_norm(fields, rope)
+    return replace(rope, backward=True)
 
 
 NANOCHAT = Family(

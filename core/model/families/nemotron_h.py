@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Experts, LatentExperts, UngatedActivation, UngatedSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import MambaSpec
 from ..specs.tensor_names import CORRECTION, TensorNames
-from . import reading
+from . import reading, rotary
 from .defaults import Defaults
 
 _MAMBA, _MLP, _EXPERTS = "linear_attention", "mlp", "moe"
@@ -32,10 +31,9 @@ _TYPES = {
 def _read(fields: ConfigJson) -> ModelConfig:
     types = _layer_types(fields)
     norm = NormSpec(fields.number("layer_norm_epsilon"), wide=True)
-    heads = reading.heads(fields)
     if fields.boolean("attention_bias"):
         raise fields.refuse("attention_bias", "transformers leaves it out for this family; only false is supported")
-    layers = {reading.FULL: DecoderLayer(AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None), None)}
+    layers = {reading.FULL: DecoderLayer(rotary.attention(fields, rope=None, bias=False), None)}
     if _MAMBA in types:
         layers[_MAMBA] = DecoderLayer(_mamba(fields, norm.eps), None)
     if _MLP in types:
@@ -98,7 +96,7 @@ def _experts(fields: ConfigJson) -> Experts:
     return reading.experts(
         fields,
         reading.routing_in_groups(fields),
-        shared_size=fields.integer("moe_shared_expert_intermediate_size"),
+        shared=fields.integer("moe_shared_expert_intermediate_size"),
         activation=_activation(fields),
         latent=latent,
     )

@@ -4,9 +4,8 @@ without weights.
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.norms import NormKind, Norms, NormSpec
@@ -16,54 +15,27 @@ from . import reading, rotary
 from .defaults import Defaults
 
 
-def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> ModelConfig:
-    """layers: rope and window of each."""
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    specs = [
-        DecoderLayer(
-            AttentionSpec(
-                *heads,
-                scale=heads.head_dim**-0.5,
-                rope=rope,
-                window=window,
-                head_norm=HeadNorm.ALL,
-                qkv_bias=bias,
-                o_bias=bias,
-            ),
-            reading.gated(fields),
-            Norms.AFTER,
-        )
-        for rope, window in layers
-    ]
-    return reading.dense(fields, specs, reading.rms_norm(fields, wide=True))
+def _model(fields: ConfigJson, types: list[str], ropes: dict[str, RopeConfig]) -> ModelConfig:
+    """types: of layers, each with its rope."""
+    attention = rotary.attention(fields, rope=None, head_norm=HeadNorm.ALL)
+    mixers, norm = rotary.of_types(fields, attention, types, ropes), reading.rms_norm(fields, wide=True)
+    return reading.decoder(fields, mixers, reading.gated(fields), norm, norms=Norms.AFTER)
 
 
 def _read_1(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rope,
-        qkv_bias=bias,
-        o_bias=bias,
-        clip=reading.optional_number(fields, "clip_qkv"),
-    )
+    attention = rotary.attention(fields, clip=reading.optional_number(fields, "clip_qkv"))
     norm = NormSpec(1e-5, NormKind.LAYER, wide=True, weightless=True)
-    layer = DecoderLayer(attention, reading.gated(fields))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
+    return reading.decoder(fields, attention, reading.gated(fields), norm)
 
 
 def _read_2(fields: ConfigJson) -> ModelConfig:
     rope = rotary.rope(fields, reading.heads(fields).head_dim)
-    return _model(fields, [(rope, None)] * fields.integer("num_hidden_layers"))
+    return _model(fields, [reading.FULL] * fields.integer("num_hidden_layers"), {reading.FULL: rope})
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
     ropes = rotary.ropes_by_type(fields, {reading.FULL: ("rope_theta", _THETA), reading.SLIDING: (None, _THETA)})
-    types = reading.layer_types(fields, 4)
-    windows = reading.windows_of(fields, types)
-    return _model(fields, [(ropes[seen], window) for seen, window in zip(types, windows, strict=True)])
+    return _model(fields, reading.layer_types(fields, 4), ropes)
 
 
 _THETA = 500000.0

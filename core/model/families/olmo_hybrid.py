@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Activation
 from ..specs.norms import Norms
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.rope_config import RopeConfig
@@ -23,21 +22,13 @@ _LINEAR = "linear_attention"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=_rope(fields, heads.head_dim),
-        head_norm=HeadNorm.ALL,
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    rope = _rope(fields, reading.heads(fields).head_dim)
+    attention = rotary.attention(fields, rope=rope, head_norm=HeadNorm.ALL)
     feed_forward = reading.gated(fields)
-    if feed_forward.activation is not Activation.SILU:
-        raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
+    reading.check_silu(fields, "Gated DeltaNet")
     layers = {
         reading.FULL: DecoderLayer(attention, feed_forward, Norms.AFTER),
-        _LINEAR: DecoderLayer(_delta(fields, heads.num_heads), feed_forward),
+        _LINEAR: DecoderLayer(_delta(fields, attention.num_heads), feed_forward),
     }
     types = _layer_types(fields)
     return reading.dense(fields, [layers[kind] for kind in types], reading.rms_norm(fields, wide=True))
@@ -53,7 +44,7 @@ def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig | None:
     """Where `rope_theta` is null, as in published checkpoints, nothing is rotated."""
     inner = rotary.rope_fields(fields)
     holder = inner if "rope_theta" in inner.raw else fields
-    return None if holder.raw.get("rope_theta", 0) is None else rotary.rope(fields, head_dim)
+    return None if holder.is_null("rope_theta") else rotary.rope(fields, head_dim)
 
 
 def _delta(fields: ConfigJson, num_heads: int) -> GatedDeltaSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
@@ -28,8 +27,8 @@ def _model(fields: ConfigJson, norms: Norms) -> ModelConfig:
     attention = rotary.attention(fields, head_norm=HeadNorm.ALL)
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     experts = reading.experts(fields, routing, size="intermediate_size")
-    layers = [DecoderLayer(attention, experts, norms)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.rms_norm(fields, wide=norms is Norms.AFTER))
+    norm = reading.rms_norm(fields, wide=norms is Norms.AFTER)
+    return reading.decoder(fields, attention, experts, norm, norms=norms)
 
 
 OLMOE = Family(

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
 from ..specs.norms import NormKind, NormSpec
 from ..specs.tensor_names import TensorNames
-from . import gpt_2, reading
+from . import gpt_2, reading, rotary
 from .defaults import TOKENS, Defaults
 
 _EPS = 1e-5
@@ -75,12 +73,10 @@ def _model(
     """activation: its field. is_scaled: embeddings are multiplied by the root of their width. table: options of the
     table of positions.
     """
-    heads = reading.heads(gpt_2.alone(fields))
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None, qkv_bias=bias, o_bias=bias)
-    layer = DecoderLayer(attention, reading.ungated(fields, activation, default=default, bias=bias))
-    return reading.dense(
+    return reading.decoder(
         fields,
-        [layer] * fields.integer("num_hidden_layers"),
+        rotary.attention(gpt_2.alone(fields), rope=None, bias=bias),
+        reading.ungated(fields, activation, default=default, bias=bias),
         NormSpec(_EPS, NormKind.BIASED_LAYER, wide=True),
         position_table=gpt_2.positions(fields, first=_FIRST, **table),
         embedding_multiplier=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,

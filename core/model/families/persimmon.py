@@ -7,14 +7,14 @@ Tests: tests/core/test_families.py, tests/core/test_text_parts.py
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
-from ..specs.tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.tensor_names import LLAMA_NORMS, QKV, TensorNames
 from . import gpt_2, reading, rotary
+from .bloom import DENSE_NAMES
 from .defaults import Defaults
 
 _FUSED = "self_attn.query_key_value"
@@ -22,18 +22,10 @@ _FUSED = "self_attn.query_key_value"
 
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = gpt_2.alone(fields)
-    heads = reading.heads(fields)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.BIASED if fields.boolean("qk_layernorm") else None,
-        qkv_bias=True,
-        o_bias=True,
-    )
+    head_norm = HeadNorm.BIASED if fields.boolean("qk_layernorm") else None
+    attention = rotary.attention(fields, bias=True, head_norm=head_norm)
     feed_forward = reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=True)
-    layers = [DecoderLayer(attention, feed_forward)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
+    return reading.decoder(fields, attention, feed_forward, reading.layer_norm(fields, "layer_norm_eps"))
 
 
 PERSIMMON = Family(
@@ -48,10 +40,9 @@ PERSIMMON = Family(
             "self_attn.o_proj": "self_attn.dense",
             "self_attn.q_norm": "self_attn.q_layernorm",
             "self_attn.k_norm": "self_attn.k_layernorm",
-            "mlp.up_proj": "mlp.dense_h_to_4h",
-            "mlp.down_proj": "mlp.dense_4h_to_h",
+            **DENSE_NAMES,
         },
-        fused={_FUSED: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+        fused={_FUSED: QKV},
         by_unit=(_FUSED,),
     ),
 )

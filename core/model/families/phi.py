@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
@@ -22,26 +20,19 @@ _ROPE_NAMES = {"su": "longrope", "yarn": "longrope"}
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads = reading.heads(fields)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(fields, heads.head_dim, names=_ROPE_NAMES, types=("default", "longrope")),
-        window=fields.optional("sliding_window"),
-    )
-    layer = DecoderLayer(attention, reading.gated(fields))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    head_dim = reading.heads(fields).head_dim
+    rope = rotary.rope(fields, head_dim, names=_ROPE_NAMES, types=("default", "longrope"))
+    attention = rotary.attention(fields, rope=rope, bias=False, window=fields.optional("sliding_window"))
+    return reading.decoder(fields, attention, reading.gated(fields))
 
 
 def _read_2(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("qk_layernorm"):
         raise fields.refuse("qk_layernorm", "norms of heads are not supported for this family")
-    heads = reading.heads(fields)
-    rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=True, o_bias=True)
+    attention = rotary.attention(fields, bias=True)
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=True)
-    layers = [DecoderLayer(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"), head_bias=True)
+    norm = reading.layer_norm(fields, "layer_norm_eps")
+    return reading.decoder(fields, attention, feed_forward, norm, norms=Norms.PARALLEL, head_bias=True)
 
 
 PHI_3 = Family(

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing, Scoring
-from ..specs.tensor_names import TensorNames
 from . import mixtral, reading, rotary
 from .defaults import Defaults
 
@@ -25,7 +23,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse(name, f"transformers always chooses {_PER_TOKEN} experts; only that is supported")
     name = "router_jitter_noise"
     jitter = fields.raw[name] if name in fields.raw else fields.number(name)
-    if not isinstance(jitter, int | float) or isinstance(jitter, bool) or jitter < 0:
+    if not is_number(jitter) or jitter < 0:
         raise fields.refuse(name, "a number of at least 0 is needed")
     routing = Routing(_PER_TOKEN, Scoring.SPARSE_MIXER, jitter=float(jitter))
     attention = rotary.attention(fields, window=fields.optional("sliding_window"))
@@ -39,10 +37,10 @@ def _read(fields: ConfigJson) -> ModelConfig:
     elif rope is not None and rope.type != "default":
         raise rotary.rope_fields(fields).refuse("rope_type", "not supported; supported: default, longrope")
     experts = reading.experts(fields, routing, size="intermediate_size")
-    layer = DecoderLayer(replace(attention, rope=rope), experts)
-    return reading.dense(
+    return reading.decoder(
         fields,
-        [layer] * fields.integer("num_hidden_layers"),
+        replace(attention, rope=rope),
+        experts,
         reading.layer_norm(fields, "rms_norm_eps"),
         max_position_embeddings=most,
         head_bias=fields.boolean("lm_head_bias"),
@@ -54,9 +52,6 @@ PHI_MOE = Family(
     ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
     _read,
     Defaults("PhimoeConfig"),
-    TensorNames(
-        names=mixtral.MIXTRAL.tensors.names,
-        adapter_names={"mlp.gate": "mlp.router"},
-    ),
+    replace(mixtral.MIXTRAL.tensors, adapter_names={"mlp.gate": "mlp.router"}),
     notes="as transformers computes longrope, with the short factors at every length",
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.rope_config import RopeConfig
@@ -29,26 +29,12 @@ def reader(
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
-        heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
-        bias = fields.boolean("attention_bias") if head_norm else True
-        rope = rotary.rope(fields, heads.head_dim, names=rope_names)
+        bias: dict[str, Any] = {} if head_norm else {"qkv_bias": True}
+        rope = rotary.rope(fields, reading.heads(fields).head_dim, names=rope_names)
         rope = rope if axes is None else axes(fields, rope)
-        layers = [
-            DecoderLayer(
-                AttentionSpec(
-                    *heads,
-                    scale=heads.head_dim**-0.5,
-                    rope=rope,
-                    head_norm=head_norm,
-                    qkv_bias=bias,
-                    o_bias=bias and head_norm is not None,
-                    window=window,
-                ),
-                reading.gated(fields),
-            )
-            for window in _windows(fields, count)
-        ]
-        return reading.dense(fields, layers, reading.rms_norm(fields))
+        attention = rotary.attention(fields, rope=rope, head_norm=head_norm, **bias)
+        windows = _windows(fields, fields.integer("num_hidden_layers"))
+        return reading.decoder(fields, [replace(attention, window=each) for each in windows], reading.gated(fields))
 
     return read
 
@@ -58,10 +44,14 @@ def _windows(fields: ConfigJson, count: int) -> list[int | None]:
     has_windows = fields.states("use_sliding_window", False) and fields.boolean("use_sliding_window")
     window = fields.optional("sliding_window") if has_windows else None
     whole = fields.integer("max_window_layers", None if fields.has("max_window_layers") else count, least=0)
-    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
-    if window is None and reading.SLIDING in types:
+    return windows_of(fields, window, [reading.FULL if at < whole else reading.SLIDING for at in range(count)])
+
+
+def windows_of(fields: ConfigJson, window: int | None, default: Sequence[str]) -> list[int | None]:
+    """The window of each layer, where all of them may have none. default: types where `layer_types` is missing."""
+    types = reading.layer_types(fields, default)
+    if window is None and reading.SLIDING in types and not fields.is_missing("layer_types"):
         raise fields.refuse("layer_types", f"{reading.SLIDING} needs use_sliding_window true and a sliding_window")
-    types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
     return [window if seen == reading.SLIDING else None for seen in types]
 
 

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import Routing
-from . import reading, rotary
+from . import qwen, reading, rotary
 from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias, count = reading.heads(fields), fields.boolean("qkv_bias"), fields.integer("num_hidden_layers")
+    count, whole = fields.integer("num_hidden_layers"), fields.integer("max_window_layers", least=0)
     window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
-    whole, rope = fields.integer("max_window_layers", least=0), rotary.rope(fields, heads.head_dim)
-    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
-    if window is None and reading.SLIDING in types:
-        raise fields.refuse("layer_types", f"{reading.SLIDING} needs use_sliding_window true, and a sliding_window")
-    types = types or [reading.FULL if index % 2 or index >= whole else reading.SLIDING for index in range(count)]
-    attentions = [
-        AttentionSpec(
-            *heads,
-            scale=heads.head_dim**-0.5,
-            rope=rope,
-            qkv_bias=bias,
-            window=window if seen == reading.SLIDING else None,
-        )
-        for seen in types
-    ]
+    types = [reading.FULL if index % 2 or index >= whole else reading.SLIDING for index in range(count)]
+    attention = rotary.attention(fields, qkv_bias=fields.boolean("qkv_bias"))
+    mixers = [replace(attention, window=each) for each in qwen.windows_of(fields, window, types)]
     experts = reading.experts(
         fields,
         Routing(1, renormalised=fields.boolean("norm_topk_prob")),
-        shared_size=fields.integer("shared_expert_intermediate_size"),
+        shared=fields.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
-    has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
-    layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    return reading.decoder(fields, mixers, experts, has_experts=reading.sparse_layers(fields))
 
 
 QWEN2_MOE = Family(

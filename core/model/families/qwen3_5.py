@@ -9,11 +9,10 @@ Tests: tests/core/layers/test_hybrids.py, tests/core/test_families.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
@@ -29,64 +28,44 @@ _LINEAR = "linear_attention"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, _by_axes(fields), reading.gated(fields))
+    return _model(fields, _attention(fields, adjust=_AXES), reading.gated(fields))
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     shared = fields.integer("shared_expert_intermediate_size")
     routing = Routing(1, renormalised=True)
-    experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
-    return _model(fields, _by_axes(fields), experts)
+    experts = reading.experts(fields, routing, shared=shared, shared_gate=True)
+    return _model(fields, _attention(fields, adjust=_AXES), experts)
 
 
 def _read_next(fields: ConfigJson) -> ModelConfig:
     shared = fields.integer("shared_expert_intermediate_size")
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
-    experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
-    step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
-    count = fields.integer("num_hidden_layers")
-    has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
-    return _model(fields, _attention(fields), experts, has_experts, tensors=_NEXT_NAMES)
+    experts = reading.experts(fields, routing, shared=shared, shared_gate=True)
+    has_experts = reading.sparse_layers(fields)
+    return _model(fields, _attention(fields), experts, has_experts=has_experts, tensors=_NEXT_NAMES)
 
 
 def _model(
-    fields: ConfigJson,
-    attention: AttentionSpec,
-    feed_forward: GatedSpec | Experts,
-    has_experts: Sequence[bool] | None = None,
-    **options: Any,
+    fields: ConfigJson, attention: AttentionSpec, feed_forward: GatedSpec | Experts, **options: Any
 ) -> ModelConfig:
-    """has_experts: of each layer, where not all have this feed-forward part. options: other fields of `ModelConfig`."""
+    """options: of `reading.decoder`."""
     norm = reading.rms_norm(fields, one_plus=True)
-    if feed_forward.activation != "silu":
-        raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
     mixers = {reading.FULL: attention, _LINEAR: delta(fields, norm.eps)}
-    types = _layer_types(fields)
-    has_experts = has_experts or [True] * len(types)
-    plain = feed_forward if all(has_experts) else reading.gated(fields)
-    layers = [
-        DecoderLayer(mixers[kind], feed_forward if it else plain) for kind, it in zip(types, has_experts, strict=True)
-    ]
-    return reading.dense(fields, layers, norm, **options)
+    types = reading.layer_types(fields, fields.integer("full_attention_interval", 4), other=_LINEAR)
+    return reading.decoder(fields, [mixers[kind] for kind in types], feed_forward, norm, **options)
 
 
-def _layer_types(fields: ConfigJson) -> list[str]:
-    interval = fields.integer("full_attention_interval", 4)
-    return reading.layer_types(fields, interval, other=_LINEAR)
+def _attention(fields: ConfigJson, **options: Any) -> AttentionSpec:
+    return rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES, **options)
 
 
-def _attention(fields: ConfigJson) -> AttentionSpec:
-    return rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES)
-
-
-def _by_axes(fields: ConfigJson) -> AttentionSpec:
-    """Attention whose positions have axes where images stand."""
-    found = _attention(fields)
-    return found if found.rope is None else replace(found, rope=rotary.in_turns(fields, found.rope, (11, 11, 10)))
+_AXES = partial(rotary.in_turns, default=(11, 11, 10))
 
 
 def delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
     """The mixer of layers of Gated DeltaNet. eps: of its norm."""
+    reading.check_silu(fields, "Gated DeltaNet")
     k_heads, v_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     if v_heads % k_heads:
         raise fields.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads, {k_heads}, is needed")

@@ -25,15 +25,10 @@ def _read_seeing(fields: ConfigJson) -> ModelConfig:
 
 
 def _model(fields: ConfigJson, window: int | None, *, renormalised: bool, has_axes: bool = False) -> ModelConfig:
-    count = fields.integer("num_hidden_layers")
-    attention = rotary.attention(fields, head_norm=HeadNorm.EACH, window=window)
-    if has_axes and attention.rope is not None:
-        attention = replace(attention, rope=qwen.QWEN3_AXES(fields, attention.rope))
+    axes = qwen.QWEN3_AXES if has_axes else None
+    attention = rotary.attention(fields, adjust=axes, head_norm=HeadNorm.EACH, window=window)
     experts = reading.experts(fields, Routing(1, renormalised=renormalised))
-    step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
-    has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
-    layers = reading.layers_with_experts(fields, [attention] * count, experts, has_experts)
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    return reading.decoder(fields, attention, experts, has_experts=reading.sparse_layers(fields))
 
 
 QWEN3_MOE = Family(

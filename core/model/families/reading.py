@@ -5,7 +5,7 @@ Tests: tests/core/test_families.py, tests/core/model/specs/test_model_config.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ..specs.feed_forward import (
     UngatedSpec,
 )
 from ..specs.layers import LayerSpec
-from ..specs.norms import NormKind, NormSpec
+from ..specs.norms import NormKind, Norms, NormSpec
 from ..specs.recurrent import RecurrentSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,11 +57,6 @@ def heads(fields: ConfigJson) -> Heads:
     return Heads(count, kv_heads, head_dim)
 
 
-def windows(fields: ConfigJson, types: Sequence[str]) -> list[int | None]:
-    """The window of each layer, by the field `layer_types`; where it is missing, by `types`."""
-    return windows_of(fields, (fields.texts("layer_types") and layer_types(fields, 1)) or types)
-
-
 def windows_of(fields: ConfigJson, types: Sequence[str]) -> list[int | None]:
     """The window of each layer of these types."""
     return [checked_window(fields, types) if kind == SLIDING else None for kind in types]
@@ -87,6 +82,12 @@ def _activation(fields: ConfigJson, name: str) -> Activation:
     if activation not in list(Activation):
         raise fields.refuse(name, f"not supported; supported: {', '.join(Activation)}")
     return Activation(activation)
+
+
+def check_silu(fields: ConfigJson, mixer: str) -> None:
+    """Refuse other activations. mixer: its name for users."""
+    if (activation := fields.text("hidden_act", "silu")) != "silu":
+        raise fields.refuse("hidden_act", f"{mixer} is supported with silu alone, not with {activation}")
 
 
 def ungated(
@@ -120,14 +121,15 @@ def experts(
     *,
     size: str = "moe_intermediate_size",
     per_token: str = "num_experts_per_tok",
-    shared_size: int = 0,
+    shared: int | str = 0,
     activation: ClampedSwiglu | UngatedActivation | None = None,
     kind: type[Experts] = Experts,
     **options: Any,
 ) -> Experts:
-    """routing: its `per_token` is replaced by the field's. activation: None: the field's. options: further fields of
-    this kind of mixtures.
+    """routing: its `per_token` is replaced by the field's. shared: width of the shared expert, or the field of the
+    number of experts that make it. activation: None: the field's. options: further fields of this kind of mixtures.
     """
+    shared_size = number_of(fields, shared) * fields.integer(size) if isinstance(shared, str) else shared
     name = next((each for each in _COUNTS if each in fields.raw), None)
     name = name or next((each for each in _COUNTS if fields.has(each)), _COUNTS[0])
     count, chosen = fields.integer(name), fields.integer(per_token)
@@ -151,6 +153,12 @@ def expert_groups(fields: ConfigJson) -> tuple[int, int]:
     return groups, kept
 
 
+def sigmoid_routing(fields: ConfigJson, factor: str = "", epsilon: float = 0.0) -> Routing:
+    """Sigmoids with a learned correction, whose weights are divided by their sum. factor: the field of theirs."""
+    scale = fields.number(factor) if factor else 1.0
+    return Routing(1, Scoring.SIGMOID, renormalised=True, epsilon=epsilon, factor=scale, corrected=True)
+
+
 def routing_in_groups(fields: ConfigJson) -> Routing:
     """DeepSeek-V3's router: sigmoids with a learned correction, of experts in groups."""
     groups, kept = expert_groups(fields)
@@ -166,16 +174,21 @@ def routing_in_groups(fields: ConfigJson) -> Routing:
     )
 
 
-def mlp_layer_types(fields: ConfigJson, first_dense: int) -> list[bool]:
-    """Which layers have experts, by `mlp_layer_types`; by default all after the first `first_dense`."""
-    count, types = fields.integer("num_hidden_layers"), fields.texts("mlp_layer_types")
+def mlp_layer_types(fields: ConfigJson, first_dense: int | None = None) -> list[bool]:
+    """Which layers have experts, by `mlp_layer_types`; by default all after the first `first_dense`. None: as many as
+    `first_k_dense_replace` says.
+    """
+    first = number_of(fields, "first_k_dense_replace") if first_dense is None else first_dense
+    types = fields.texts("mlp_layer_types")
     if not types:
-        return [index >= first_dense for index in range(count)]
-    if unknown := sorted(set(types) - {"dense", "sparse"}):
-        raise fields.refuse("mlp_layer_types", f"{unknown[0]} is not supported; supported: dense, sparse")
-    if len(types) != count:
-        raise fields.refuse("mlp_layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    return [kind == "sparse" for kind in types]
+        return [index >= first for index in range(fields.integer("num_hidden_layers"))]
+    return [kind == "sparse" for kind in checked_types(fields, types, ("dense", "sparse"), "mlp_layer_types")]
+
+
+def sparse_layers(fields: ConfigJson) -> list[bool]:
+    """Which layers have experts, by `decoder_sparse_step` and `mlp_only_layers`, as of Qwen's models."""
+    step, dense = fields.integer("decoder_sparse_step"), fields.indices("mlp_only_layers")
+    return [at not in dense and (at + 1) % step == 0 for at in range(fields.integer("num_hidden_layers"))]
 
 
 def rms_norm(fields: ConfigJson, *, one_plus: bool = False, wide: bool = False) -> NormSpec:
@@ -222,34 +235,27 @@ def one_of(fields: ConfigJson, *names: str) -> str:
     return (given or names)[0]
 
 
-def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING, full: str = FULL) -> list[str]:
-    """`layer_types`, or by default full attention in every `pattern`-th layer and `other` in the others. full: what a
-    family calls the former, which may have the usual name, too.
+def layer_types(
+    fields: ConfigJson, default: int | Sequence[str] = 1, other: str = SLIDING, full: str = FULL
+) -> list[str]:
+    """`layer_types`. default: where it is missing; a number: full attention in every so many layers, and `other` in the
+    others. full: what a family calls the former, which may have the usual name, too.
     """
-    count = fields.integer("num_hidden_layers")
     if fields.is_missing("layer_types"):
-        return [other if (index + 1) % pattern else full for index in range(count)]
+        if not isinstance(default, int):
+            return [*default]
+        return [other if (index + 1) % default else full for index in range(fields.integer("num_hidden_layers"))]
     types = [full if kind == FULL else kind for kind in fields.texts("layer_types")]
-    if unknown := sorted(set(types) - {full, other}):
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {full}, {other}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    return checked_types(fields, types, (full, other))
+
+
+def checked_types(fields: ConfigJson, types: list[str], known: Collection[str], name: str = "layer_types") -> list[str]:
+    """Types of all layers, after a check. known: those that there are. name: the field that has them."""
+    if unknown := sorted(set(types) - set(known)):
+        raise fields.refuse(name, f"{unknown[0]} is not supported; supported: {', '.join(known)}")
+    if len(types) != (count := fields.integer("num_hidden_layers")):
+        raise fields.refuse(name, f"{len(types)} types for num_hidden_layers, {count}")
     return types
-
-
-def layers_with_experts(
-    fields: ConfigJson,
-    mixers: Sequence[AttentionSpec | RecurrentSpec],
-    experts: Experts,
-    has_experts: Sequence[bool],
-    kind: type[DecoderLayer] = DecoderLayer,
-    **own: Any,
-) -> list[LayerSpec]:
-    """Layers of a kind with these mixers, some of them with experts and the others with a dense part. own: fields of
-    all of them.
-    """
-    plain = experts if all(has_experts) else gated(fields)
-    return [kind(each, experts if it else plain, **own) for each, it in zip(mixers, has_experts, strict=True)]
 
 
 def fields_by_layer(fields: ConfigJson, count: int, known: Sequence[str]) -> list[ConfigJson]:
@@ -267,6 +273,30 @@ def fields_by_layer(fields: ConfigJson, count: int, known: Sequence[str]) -> lis
         if others := sorted(own.raw.keys() - {*known}):
             raise own.refuse(others[0], f"layers may differ in {', '.join(known)} alone")
     return found
+
+
+def decoder(
+    fields: ConfigJson,
+    mixer: AttentionSpec | RecurrentSpec | Sequence[AttentionSpec | RecurrentSpec],
+    feed_forward: GatedSpec | UngatedSpec | Experts | None,
+    norm: NormSpec | None = None,
+    *,
+    has_experts: Sequence[bool] = (),
+    norms: Norms = Norms.BEFORE,
+    kind: Callable[..., LayerSpec] = DecoderLayer,
+    **others: Any,
+) -> ModelConfig:
+    """Return a model whose layers have one feed-forward part.
+
+    mixer: of all layers, or of each. norm: None: RMSNorm. has_experts: layers that have it, where others have a dense
+    part. kind: makes a layer of its mixer, part and norms. others: fields of the model.
+    """
+    count = fields.integer("num_hidden_layers")
+    mixers = mixer if isinstance(mixer, Sequence) else [mixer] * count
+    plain = feed_forward if all(has_experts) else gated(fields)
+    parts = [feed_forward if it else plain for it in has_experts] or [feed_forward] * len(mixers)
+    layers = [kind(each, part, norms) for each, part in zip(mixers, parts, strict=True)]
+    return dense(fields, layers, norm or rms_norm(fields), **others)
 
 
 def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **others: Any) -> ModelConfig:

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.rg_lru import RgLruSpec
-from ..specs.tensor_names import TensorNames
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import TensorNames, gated_names
 from . import reading, rotary
 from .defaults import Defaults
 
@@ -27,23 +27,15 @@ _TRAINED = 8192
 def _read(fields: ConfigJson) -> ModelConfig:
     if fields.text("hidden_activation") != "gelu_pytorch_tanh":
         raise fields.refuse("hidden_activation", "not supported; supported: gelu_pytorch_tanh")
-    heads, hidden = reading.heads(fields), fields.integer("hidden_size")
-    rope = rotary.rope(fields, heads.head_dim)
-    if rope.type != "default":
-        raise fields.refuse("rope_parameters", f"transformers computes no {rope.type} rope of this family")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rope,
-        window=fields.integer(reading.one_of(fields, "attention_window_size", "sliding_window")),
-        qkv_bias=fields.boolean("attention_bias"),
-        o_bias=True,
-    )
+    hidden = fields.integer("hidden_size")
+    window = fields.integer(reading.one_of(fields, "attention_window_size", "sliding_window"))
+    bias = fields.boolean("attention_bias")
+    attention = rotary.attention(fields, adjust=_checked, window=window, qkv_bias=bias, o_bias=True)
     width = fields.optional("lru_width") or hidden
-    if width % heads.num_heads:
-        raise fields.refuse("lru_width", f"it must be a multiple of num_attention_heads, {heads.num_heads}")
+    if width % (heads := attention.num_heads):
+        raise fields.refuse("lru_width", f"it must be a multiple of num_attention_heads, {heads}")
     conv = fields.integer("conv1d_width", least=2)
-    mixers = {_ATTENTION: attention, _RECURRENT: RgLruSpec(heads.num_heads, width // heads.num_heads, conv)}
+    mixers = {_ATTENTION: attention, _RECURRENT: RgLruSpec(heads, width // heads, conv)}
     gated = reading.gated(fields, "hidden_activation", bias=True)
     if gated.size % 2:
         raise fields.refuse("intermediate_size", "it is that of gate and up together, and must be even")
@@ -55,6 +47,12 @@ def _read(fields: ConfigJson) -> ModelConfig:
         embedding_multiplier=_bfloat16(hidden**0.5),
         logits_softcap=fields.number("logits_soft_cap"),
     )
+
+
+def _checked(fields: ConfigJson, rope: RopeConfig) -> RopeConfig:
+    if rope.type != "default":
+        raise fields.refuse("rope_parameters", f"transformers computes no {rope.type} rope of this family")
+    return rope
 
 
 def _types(fields: ConfigJson) -> list[str]:
@@ -87,7 +85,7 @@ RECURRENT_GEMMA = Family(
             "attention_norm": "temporal_pre_norm",
             "mlp_norm": "channel_pre_norm",
             **{f"self_attn.{each}_proj": f"{_MIXER}.{each}_proj" for each in "qkvo"},
-            **{f"mlp.{each}_proj": f"mlp_block.{each}_proj" for each in ("gate", "up", "down")},
+            **gated_names("mlp", "mlp_block"),
             **{f"temporal.linear_{each}": f"{_MIXER}.linear_{each}" for each in ("y", "x", "out")},
             **{f"temporal.{each}": f"{_MIXER}.{each}" for each in ("conv_1d", "rg_lru")},
         },

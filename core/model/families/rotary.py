@@ -6,7 +6,7 @@ Tests: tests/core/test_families.py, tests/core/model/specs/test_model_config.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +17,38 @@ from ..specs.rope_config import ROPE_TYPES, RopeConfig
 from . import reading
 
 
-def attention(fields: ConfigJson, **options: Any) -> AttentionSpec:
-    """Attention as most models have it: rope, and `attention_bias` on all projections. options: of `AttentionSpec`."""
-    own, bias = reading.heads(fields), fields.boolean("attention_bias")
-    turned = rope(fields, own.head_dim)
-    return AttentionSpec(*own, scale=own.head_dim**-0.5, rope=turned, qkv_bias=bias, o_bias=bias, **options)
+def attention(
+    fields: ConfigJson,
+    *,
+    bias: bool | None = None,
+    interleaved: bool = False,
+    adjust: Callable[[ConfigJson, RopeConfig], RopeConfig] | None = None,
+    **options: Any,
+) -> AttentionSpec:
+    """Attention as most models have it: a rope, scores divided by the root of a head's size, and biases of all
+    projections or of none.
+
+    bias: None: `attention_bias` says it. interleaved: see `RopeConfig`. adjust: checks the rope or changes it, such
+    as by axes. options: of `AttentionSpec`, in place of these; with `qkv_bias`, the output has no bias but by `o_bias`.
+    """
+    own = reading.heads(fields)
+    if "rope" not in options:
+        turned = rope(fields, own.head_dim, interleaved=interleaved)
+        options["rope"] = turned if adjust is None else adjust(fields, turned)
+    if "qkv_bias" not in options:
+        options["qkv_bias"] = options["o_bias"] = fields.boolean("attention_bias") if bias is None else bias
+    return AttentionSpec(*own, **{"scale": own.head_dim**-0.5, **options})
+
+
+def of_types(
+    fields: ConfigJson,
+    mixer: AttentionSpec,
+    types: Sequence[str],
+    ropes: Mapping[str, RopeConfig | None] | None = None,
+) -> list[AttentionSpec]:
+    """Attention of layers of these types, some with a window. ropes: of each type; None: all have the mixer's."""
+    windows = zip(types, reading.windows_of(fields, types), strict=True)
+    return [replace(mixer, rope=ropes[kind] if ropes else mixer.rope, window=window) for kind, window in windows]
 
 
 def rope(
@@ -201,6 +228,13 @@ def whole_rope(fields: ConfigJson, kind: str, ropes: Mapping[str, Any]) -> Confi
         raise fields.refuse("rope_scaling", "it has no older names here; leave it out, and set rope_parameters")
     check_original(of)
     return _of_type(of)
+
+
+def whole_ropes(
+    fields: ConfigJson, head_dim: int, types: Sequence[str], ropes: Mapping[str, Any]
+) -> dict[str, RopeConfig]:
+    """The rope of each of these types of layers. ropes: see `whole_rope`."""
+    return {kind: rope_of_type(fields, head_dim, whole_rope(fields, kind, ropes)) for kind in dict.fromkeys(types)}
 
 
 def check_original(scaling: ConfigJson) -> None:

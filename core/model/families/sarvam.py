@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.tensor_names import CORRECTION, TensorNames
+from ..specs.tensor_names import CORRECTION, QKV, TensorNames
 from . import deepseek, glm_moe, reading
 from .defaults import UNREAD, Defaults
 
@@ -47,7 +47,7 @@ _PUBLISHED = TensorNames(
         "self_attn.k_norm": "attention.key_layernorm",
         CORRECTION: "mlp.gate.expert_bias",
     },
-    fused={"attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+    fused={"attention.query_key_value": QKV},
 )
 #: As transformers saves a model without a head.
 _BARE = replace(_PUBLISHED, prefixes=("",), embeddings="embed_tokens")

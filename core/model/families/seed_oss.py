@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from . import reading, rotary
@@ -12,16 +10,10 @@ from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads = reading.heads(fields)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(fields, heads.head_dim),
-        qkv_bias=fields.boolean("attention_bias"),
-        o_bias=fields.boolean("attention_out_bias"),
+    attention = rotary.attention(
+        fields, qkv_bias=fields.boolean("attention_bias"), o_bias=fields.boolean("attention_out_bias")
     )
-    layer = DecoderLayer(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+    return reading.decoder(fields, attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
 
 
 SEED_OSS = Family(

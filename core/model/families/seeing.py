@@ -179,14 +179,12 @@ def _family(
     tied: bool = False,
     notes: str = "",
     vision: VisionSpec | None = None,
-    why_text_alone: str = "",
 ) -> Family:
     """text: see `reader`. tied: whether embeddings are, where no field says so."""
     defaults = {"tie_word_embeddings": tied}
     title = title if vision else f"{title} (text)"
     notes = notes or (SEES if vision else "text only")
-    more = {"notes": notes, "vision": vision, "why_text_alone": why_text_alone}
-    return Family(title, architectures, reader(text), defaults, _TENSORS, **more)
+    return Family(title, architectures, reader(text), defaults, _TENSORS, notes=notes, vision=vision)
 
 
 LLAVA = _family(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..compose.decoder_layer import DecoderLayer
 from ..config_json import ConfigJson
-from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
 from ..specs.feed_forward import UngatedActivation
@@ -14,18 +12,10 @@ from .defaults import Defaults
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("use_bias")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=rotary.rope(fields, heads.head_dim),
-        window=fields.optional("sliding_window"),
-        qkv_bias=bias,
-        o_bias=bias,
-    )
-    layer = DecoderLayer(attention, reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=bias))
-    norm = reading.layer_norm(fields, "norm_epsilon")
-    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
+    bias = fields.boolean("use_bias")
+    attention = rotary.attention(fields, bias=bias, window=fields.optional("sliding_window"))
+    feed_forward = reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=bias)
+    return reading.decoder(fields, attention, feed_forward, reading.layer_norm(fields, "norm_epsilon"))
 
 
 STARCODER_2 = Family(

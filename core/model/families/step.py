@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..compose.decoder_layer import DecoderLayer
-from ..config_json import ConfigJson
+from ..config_json import ConfigJson, is_number
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.feed_forward import Activation, BoundedSwiglu, GatedSpec, Routing, Scoring
-from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from ..specs.feed_forward import Activation, BoundedSwiglu, GatedSpec
+from ..specs.tensor_names import CORRECTION, LETTERS, LLAMA_NORMS, SHARED_EXPERTS, TensorNames, gated_names
 from . import reading, rotary
 from .defaults import UNREAD, Defaults
 from .reading import FULL, SLIDING
@@ -40,15 +40,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
     _check(fields)
     types = reading.layer_types(fields, 1)
     has_experts = _has_experts(fields)
-    routing = Routing(
-        1,
-        Scoring.SIGMOID,
-        renormalised=True,
-        factor=fields.number("moe_router_scaling_factor"),
-        corrected=True,
-    )
+    routing = reading.sigmoid_routing(fields, "moe_router_scaling_factor")
     fields.text("hidden_act", "silu")  # transformers takes silu, whatever text it is
-    experts = reading.experts(fields.without("hidden_act"), routing, shared_size=fields.integer("share_expert_dim"))
+    experts = reading.experts(fields.without("hidden_act"), routing, shared=fields.integer("share_expert_dim"))
     plain = GatedSpec(fields.integer("intermediate_size"))
     layers = [
         DecoderLayer(mixer, replace(experts, activation=own, shared_activation=shared if own != shared else None))
@@ -97,23 +91,19 @@ def _check(fields: ConfigJson) -> None:
 
 def _mixers(fields: ConfigJson, types: list[str]) -> Iterable[AttentionSpec]:
     """Attention of each layer."""
-    own, bias, ropes = reading.heads(fields), fields.boolean("attention_bias"), _ropes(fields, types)
+    ropes = _ropes(fields, types)
+    own = rotary.attention(fields, rope=None, head_norm=HeadNorm.EACH, output_gate=OutputGate.PER_HEAD)
     scale = reading.optional_number(fields, "query_pre_attn_scalar") or own.head_dim
     for kind, window, heads in zip(types, reading.windows_of(fields, types), _heads(fields, types), strict=True):
         if heads % own.num_kv_heads:
             why = f"the heads of a layer, {heads}, must be a multiple of it"
             raise fields.refuse("num_key_value_heads", why)
-        yield AttentionSpec(
-            heads,
-            own.num_kv_heads,
-            own.head_dim,
+        yield replace(
+            own,
+            num_heads=heads,
             scale=scale**-0.5,
             rope=ropes[kind],
             window=window,
-            head_norm=HeadNorm.EACH,
-            qkv_bias=bias,
-            o_bias=bias,
-            output_gate=OutputGate.PER_HEAD,
             form="" if heads == own.num_heads else f"{heads} heads",
         )
 
@@ -147,16 +137,14 @@ def _has_experts(fields: ConfigJson) -> list[bool]:
 def _bounds(fields: ConfigJson, name: str) -> list[Activation | BoundedSwiglu]:
     """The activation of each layer, by its bound; 0 and null mean that there is none."""
     given, count = fields.raw.get(name) or [], fields.integer("num_hidden_layers")
-    if not isinstance(given, list) or not all(each is None or _is_bound(each) for each in given):
+    if not isinstance(given, list) or not all(
+        each is None or (is_number(each) and 0 <= each <= 1e12) for each in given
+    ):
         raise fields.refuse(name, "a list of numbers of at least 0 is needed, or null for layers without a bound")
     if given and len(given) < count:
         raise fields.refuse(name, f"{len(given)} bounds for num_hidden_layers, {count}")
     bounds = given[:count] or [None] * count
     return [BoundedSwiglu(float(each)) if each else Activation.SILU for each in bounds]
-
-
-def _is_bound(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e12
 
 
 def _ropes(fields: ConfigJson, types: list[str]) -> dict[str, Any]:
@@ -194,22 +182,21 @@ def _of_lists(fields: ConfigJson, layer: int) -> dict[str, Any]:
     return found
 
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
 _TOWER = ("vision_model.", "model.vision_model.", "vit_large_projector.", "model.multi_modal_projector.")
 _NAMES = TensorNames(
     prefixes=("model.language_model.",),
-    names={**LLAMA_NORMS, **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}},
+    names={**LLAMA_NORMS, **SHARED_EXPERTS},
     left_out=_TOWER,
 )
 _PUBLISHED = TensorNames(
     prefixes=("model.",),
     names={
         **LLAMA_NORMS,
-        **{f"mlp.shared_expert.{each}": f"share_expert.{each}" for each in _MATRICES},
+        **gated_names("mlp.shared_expert", "share_expert"),
         "mlp.gate": "moe.gate",
         CORRECTION: "moe.router_bias",
     },
-    stacked_experts={f"moe.{each}.weight": (each,) for each in _MATRICES},
+    stacked_experts={f"moe.{each}.weight": (each,) for each in LETTERS},
     left_out=_TOWER,
 )
 STEP_3_7 = Family(

@@ -150,12 +150,6 @@ class TorchProgram:
                 found.append((op.torch(OpContext(index, self._layers[index], self.model)), dead))
         return found
 
-    def kept(self) -> tuple[set[Kept], tuple[Kept, ...]]:
-        """All that pieces hand over to mixers, and all that those hand over to pieces."""
-        reads = {each for segment in self.segments for each in segment.reads}
-        mixed = {each for segment in self.segments for each in segment.mixed}
-        return reads | mixed, tuple(mixed)
-
     def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
         """A layer's attention alone, of q `[tokens, heads, head_dim]`, where no indexer chooses what it attends to.
         Relative states are zeros.

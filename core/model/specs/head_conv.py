@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from .recurrent import MixerTensor, RecurrentSpec
+from .recurrent import MixerTensor, RecurrentSpec, taps
 
 if TYPE_CHECKING:
     import torch
@@ -68,16 +68,6 @@ class HeadConvSpec(RecurrentSpec):
         return self.in_size
 
     @property
-    def draft_size(self) -> int:
-        """See `RecurrentSpec.draft_size`."""
-        return self.channels
-
-    @property
-    def recurrent_shape(self) -> tuple[int, ...]:
-        """Without heads."""
-        return (0,)
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
         channels, (first, second) = self.head_channels, self.sizes
@@ -96,7 +86,7 @@ class HeadConvSpec(RecurrentSpec):
         own = {name.removeprefix(f"{_AT}."): tensor for name, tensor in tensors.items()}
         by_head = own["conv_qk_grouped.weight"].unflatten(0, (-1, self.head_dim))
         return HeadConvWeights(
-            own["conv_qk_depthwise.weight"].squeeze(1).T.contiguous(),
+            taps(own["conv_qk_depthwise.weight"]),
             own["conv_qk_depthwise.bias"],
             by_head.permute(3, 0, 2, 1).contiguous(),
             own["conv_qk_grouped.bias"],

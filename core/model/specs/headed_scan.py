@@ -11,7 +11,7 @@ from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
 from .products import Proj
-from .recurrent import MixerTensor, RecurrentSpec
+from .recurrent import MixerTensor, RecurrentSpec, conv_tensors, taps
 
 if TYPE_CHECKING:
     import torch
@@ -55,16 +55,6 @@ class HeadedScanSpec(RecurrentSpec):
         return 2 * self.channels
 
     @property
-    def out_size(self) -> int:
-        """See `RecurrentSpec.out_size`."""
-        return self.channels
-
-    @property
-    def draft_size(self) -> int:
-        """Width of the convolution's inputs."""
-        return self.channels
-
-    @property
     def recurrent_shape(self) -> tuple[int, int, int]:
         """See `RecurrentSpec.recurrent_shape`; its heads are blocks of channels."""
         block = gcd(self.head_dim, _MOST_CHANNELS)
@@ -73,11 +63,9 @@ class HeadedScanSpec(RecurrentSpec):
     @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
-        heads, dim, channels = self.num_heads, self.head_dim, self.channels
-        of_channels, of_heads = ((channels, heads),), ((heads, heads),)
-        found = {"mamba.conv1d.weight": MixerTensor((channels, 1, self.conv_size), of_channels)}
-        if self.conv_bias:
-            found["mamba.conv1d.bias"] = MixerTensor((channels,), of_channels)
+        heads, dim = self.num_heads, self.head_dim
+        of_channels, of_heads = ((self.channels, heads),), ((heads, heads),)
+        found = conv_tensors("mamba.conv1d", self, of_channels, bias=self.conv_bias)
         shapes = {
             "x_proj_weight": (heads, self.rank + 2 * self.state_size, dim),
             "dt_proj_weight": (heads, dim, self.rank),
@@ -93,7 +81,7 @@ class HeadedScanSpec(RecurrentSpec):
 
         own = {name.removeprefix("mamba."): tensor for name, tensor in tensors.items()}
         return HeadedScanWeights(
-            own["conv1d.weight"].squeeze(1).T.contiguous(),
+            taps(own["conv1d.weight"]),
             own.get("conv1d.bias"),
             own["x_proj_weight"],
             own["dt_proj_weight"],

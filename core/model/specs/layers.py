@@ -94,6 +94,9 @@ class LayerSpec(ABC):
     LACKS_ON_GPU: ClassVar[str] = ""
     """What images of a model with such layers do in them, and steps on GPUs don't compute; empty: nothing."""
 
+    VERB: ClassVar[str] = "are"
+    """What a layer with a state does with it: it is such a mixer, or has one."""
+
     mixer: AttentionSpec | RecurrentSpec | None
     """None: the layer is a feed-forward part alone (Nemotron-H)."""
 
@@ -163,11 +166,6 @@ class LayerSpec(ABC):
     def lookup(self) -> NgramSpec | None:
         """A table of n-grams, whose rows are added to the layer's streams."""
         return None
-
-    @property
-    def verb(self) -> str:
-        """What a layer with a state does with it: it is such a mixer, or has one."""
-        return "are"
 
     @property
     def num_parts(self) -> int:

@@ -105,11 +105,6 @@ class NgramSpec(RecurrentSpec):
         return self.channels
 
     @property
-    def out_size(self) -> int:
-        """See `RecurrentSpec.out_size`."""
-        return self.channels
-
-    @property
     def draft_size(self) -> int:
         """Inputs of the convolution, then the token."""
         return self.channels + 1

@@ -76,19 +76,19 @@ class RecurrentSpec(ABC):
         """Width of the mixer's input: of the input product, unless `input_parts` says otherwise."""
 
     @property
-    @abstractmethod
     def out_size(self) -> int:
         """Width of the mixer's output, the input of the output projection."""
+        return self.channels
 
     @property
-    @abstractmethod
     def draft_size(self) -> int:
         """Width of the inputs that make a draft's state."""
+        return self.channels
 
     @property
-    @abstractmethod
     def recurrent_shape(self) -> tuple[int, ...]:
         """The heads' state of a sequence in a layer, float32: `(heads, …)`, or `(0,)` without heads."""
+        return (0,)
 
     @property
     def conv_shape(self) -> tuple[int, int]:
@@ -268,7 +268,7 @@ class GatedDeltaSpec(RecurrentSpec):
         at = "self_attn" if self.by_channel else "linear_attn"
         each = MixerTensor((self.num_v_heads,), ((self.num_v_heads, heads),))
         return {
-            f"{at}.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv),
+            **conv_tensors(f"{at}.conv1d", self, conv),
             f"{at}.dt_bias": MixerTensor((self.num_decays,), ((self.num_decays, heads),)),
             f"{at}.A_log": each,
             f"{at}.norm.weight": MixerTensor((self.v_dim,)),
@@ -281,7 +281,7 @@ class GatedDeltaSpec(RecurrentSpec):
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
         others = found["dt_bias"], found["A_log"], found["norm.weight"]
         return DeltaWeights(
-            _taps(found["conv1d.weight"]),
+            taps(found["conv1d.weight"]),
             *others,
             self.eps,
             self.beta,
@@ -395,32 +395,15 @@ class ShortConvSpec(RecurrentSpec):
         return 3 * self.size
 
     @property
-    def out_size(self) -> int:
-        """See `RecurrentSpec.out_size`."""
-        return self.size
-
-    @property
-    def draft_size(self) -> int:
-        """See `RecurrentSpec.draft_size`."""
-        return self.size
-
-    @property
-    def recurrent_shape(self) -> tuple[int, ...]:
-        """Without heads."""
-        return (0,)
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
-        each = ((self.size, self.size),)
-        found = {"conv.conv.weight": MixerTensor((self.size, 1, self.conv_size), each)}
-        return found | ({"conv.conv.bias": MixerTensor((self.size,), each)} if self.bias else {})
+        return conv_tensors("conv.conv", self, ((self.size, self.size),), bias=self.bias)
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
         """See `RecurrentSpec.weights`."""
         from ....ops.mixers.short_conv import ShortConvWeights  # needs torch
 
-        return ShortConvWeights(_taps(tensors["conv.conv.weight"]), tensors.get("conv.conv.bias"))
+        return ShortConvWeights(taps(tensors["conv.conv.weight"]), tensors.get("conv.conv.bias"))
 
     def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
         """See `RecurrentSpec.products`. TP ranks share channels."""
@@ -523,9 +506,7 @@ class MambaSpec(RecurrentSpec):
         heads, groups = self.num_heads, self.num_groups
         shared = (groups * self.state_size, groups)
         conv = ((self.size, heads), shared, shared)
-        found = {"mamba.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv)}
-        if self.conv_bias:
-            found["mamba.conv1d.bias"] = MixerTensor((self.channels,), conv)
+        found = conv_tensors("mamba.conv1d", self, conv, bias=self.conv_bias)
         each = MixerTensor((heads,), ((heads, heads),))
         norm = {"mamba.norm.weight": MixerTensor((self.size,), ((self.size, heads),))} if self.normed else {}
         return found | {"mamba.dt_bias": each, "mamba.A_log": each, "mamba.D": each, **norm}
@@ -536,7 +517,7 @@ class MambaSpec(RecurrentSpec):
 
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
         return MambaWeights(
-            _taps(found["conv1d.weight"]),
+            taps(found["conv1d.weight"]),
             found.get("conv1d.bias"),
             found["dt_bias"],
             found["A_log"],
@@ -599,6 +580,14 @@ class MambaSpec(RecurrentSpec):
         return f"{self.title}, with {self.num_heads} heads of {self.head_dim} by {self.state_size} in {groups}"
 
 
-def _taps(conv: torch.Tensor) -> torch.Tensor:
+def conv_tensors(
+    at: str, of: RecurrentSpec, sections: tuple[tuple[int, int], ...], *, bias: bool = False
+) -> dict[str, MixerTensor]:
+    """Tensors of a mixer's convolution. sections: see `MixerTensor`."""
+    weight = {f"{at}.weight": MixerTensor((of.channels, 1, of.conv_size), sections)}
+    return weight | ({f"{at}.bias": MixerTensor((of.channels,), sections)} if bias else {})
+
+
+def taps(conv: torch.Tensor) -> torch.Tensor:
     """A depthwise convolution's weight `[channels, 1, conv_size]` as `[conv_size, channels]`."""
     return conv.squeeze(1).T.contiguous()

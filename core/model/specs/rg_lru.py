@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from .products import Proj
-from .recurrent import MixerTensor, RecurrentSpec
+from .recurrent import MixerTensor, RecurrentSpec, conv_tensors, taps
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +43,6 @@ class RgLruSpec(RecurrentSpec):
         return 2 * self.channels
 
     @property
-    def out_size(self) -> int:
-        """See `RecurrentSpec.out_size`."""
-        return self.channels
-
-    @property
-    def draft_size(self) -> int:
-        """See `RecurrentSpec.draft_size`."""
-        return self.channels
-
-    @property
     def recurrent_shape(self) -> tuple[int, int]:
         """See `RecurrentSpec.recurrent_shape`."""
         return self.num_heads, self.head_dim
@@ -68,8 +58,7 @@ class RgLruSpec(RecurrentSpec):
             for part, shape in (("weight", (heads, width, width)), ("bias", (heads, width)))
         }
         return {
-            "temporal.conv_1d.weight": MixerTensor((self.channels, 1, self.conv_size), units),
-            "temporal.conv_1d.bias": MixerTensor((self.channels,), units),
+            **conv_tensors("temporal.conv_1d", self, units, bias=True),
             "temporal.rg_lru.recurrent_param": MixerTensor((self.channels,), units),
             **gates,
         }
@@ -80,9 +69,9 @@ class RgLruSpec(RecurrentSpec):
 
         from ....ops.mixers.rg_lru import RgLruWeights
 
-        conv, found = tensors["temporal.conv_1d.weight"], {name.split(".")[-1]: it for name, it in tensors.items()}
+        found = {name.split(".")[-1]: it for name, it in tensors.items()}
         return RgLruWeights(
-            conv.squeeze(1).T.contiguous(),
+            taps(tensors["temporal.conv_1d.weight"]),
             tensors["temporal.conv_1d.bias"],
             torch.stack((found["input_gate_weight"], found["recurrent_gate_weight"])),
             torch.stack((found["input_gate_bias"], found["recurrent_gate_bias"])),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .norms import NormSpec
 from .products import Proj
-from .recurrent import Inner, MixerTensor, RecurrentSpec
+from .recurrent import Inner, MixerTensor, RecurrentSpec, conv_tensors, taps
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +71,6 @@ class SelectiveScanSpec(RecurrentSpec):
         return Inner(self.rank, self.state_size, self.norm)
 
     @property
-    def out_size(self) -> int:
-        """See `RecurrentSpec.out_size`."""
-        return self.size
-
-    @property
     def draft_size(self) -> int:
         """Width of the convolution's inputs, then of x, dt and B."""
         return 3 * self.size + self.state_size
@@ -89,9 +84,7 @@ class SelectiveScanSpec(RecurrentSpec):
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`."""
         each = ((self.size, self.size // self.block),)
-        found = {"mamba.conv1d.weight": MixerTensor((self.size, 1, self.conv_size), each)}
-        if self.conv_bias:
-            found["mamba.conv1d.bias"] = MixerTensor((self.size,), each)
+        found = conv_tensors("mamba.conv1d", self, each, bias=self.conv_bias)
         rates = MixerTensor((self.size, self.state_size), each)
         return {**found, "mamba.A_log": rates, "mamba.D": MixerTensor((self.size,), each)}
 
@@ -99,8 +92,7 @@ class SelectiveScanSpec(RecurrentSpec):
         """See `RecurrentSpec.weights`."""
         from ....ops.mixers.selective_scan import ScanInputs, SelectiveScanWeights  # needs torch
 
-        taps = tensors["mamba.conv1d.weight"].squeeze(1).T.contiguous()
-        first = ScanInputs(taps, tensors.get("mamba.conv1d.bias"))
+        first = ScanInputs(taps(tensors["mamba.conv1d.weight"]), tensors.get("mamba.conv1d.bias"))
         return SelectiveScanWeights(first, tensors["mamba.A_log"].exp().T.contiguous(), tensors["mamba.D"])
 
     def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:

@@ -36,12 +36,29 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 #: transformers saves, in three equal parts, however wide queries, keys and values are.
 JOINED_CONVS = {"conv1d.weight": ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")}
 
-FUSED_QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+FUSED_QKV = {"self_attn.qkv_proj": QKV}
 FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
+#: Matrices of a gated feed-forward part, with the names that Mixtral's experts have.
+LETTERS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
-#: Tensors of all experts as transformers keeps them, and some checkpoints do.
-STACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
+
+def gated_names(part: str, name: str, letters: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The matrices of a gated part → their names in a part of this name. letters: None: they have their own."""
+    return {f"{part}.{each}": f"{name}.{letters[each] if letters else each}" for each in LETTERS}
+
+
+#: DeepSeek-V3's name of experts that every token goes to.
+SHARED_EXPERTS = gated_names("mlp.shared_expert", "mlp.shared_experts")
+
+
+def stacked_names(name: str) -> dict[str, tuple[str, ...]]:
+    """Tensors of all experts in a part of this name, as transformers keeps them, and some checkpoints do."""
+    return {f"{name}.gate_up_proj": ("gate_proj", "up_proj"), f"{name}.down_proj": ("down_proj",)}
+
+
+STACKED_EXPERTS = stacked_names("mlp.experts")
 
 
 #: A part that all layers with attention have.

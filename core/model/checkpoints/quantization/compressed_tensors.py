@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...config_json import ConfigJson
-from .format import Narrow, Part, WeightFormat, WeightScheme
+from .format import SchemedFormat, WeightScheme
 from .fp4 import Fp4
 from .fp8 import Fp8Scheme
 from .module_list import ModuleList
@@ -16,10 +16,7 @@ from .rounded_inputs import LARGEST, MULTIPLE, Float8Inputs, RoundedInputs
 from .scaled_integers import ScaledIntegers
 
 if TYPE_CHECKING:
-    import torch
-
     from ..checkpoint import Checkpoint
-    from .group_scaled import GroupScaled
 
 #: The class of all projections of the families that are served.
 _CLASS = "Linear"
@@ -75,7 +72,7 @@ class _Group(NamedTuple):
     scheme: WeightScheme | None
 
 
-class CompressedTensors(WeightFormat):
+class CompressedTensors(SchemedFormat):
     """`quant_method: compressed-tensors`."""
 
     def __init__(self, fields: ConfigJson) -> None:
@@ -93,37 +90,12 @@ class CompressedTensors(WeightFormat):
         self._groups = [_group(groups, name, fields) for name in groups.raw]
         self.title = "; ".join(dict.fromkeys(each.scheme.title for each in self._groups if each.scheme is not None))
 
-    def covers(self, checkpoint: Checkpoint, name: str) -> bool:
-        return self._scheme(name) is not None and super().covers(checkpoint, name)
-
     def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
         if name.endswith(".weight_zero_point"):  # of symmetric weights, as early versions stored them
             return not bool(checkpoint.read(name).float().any())
         return super().left_out(checkpoint, name) or name.endswith(_LEFT_OUT)
 
-    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
-        scheme = self._scheme(name)
-        return scheme is not None and scheme.stores(checkpoint, name)
-
-    def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Sequence[str]:
-        return list(self._of(name).check(checkpoint, name, shape))
-
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
-        self._of(name).read_into(target, checkpoint, name, part)
-
-    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
-        return self._of(name).scaled(checkpoint, name, part)
-
-    def narrow(self, name: str) -> Narrow | None:
-        scheme = self._scheme(name)
-        return None if scheme is None else scheme.narrow(name)
-
-    def _of(self, name: str) -> WeightScheme:
-        scheme = self._scheme(name)
-        assert scheme is not None, f"{name} is not quantised"
-        return scheme
-
-    def _scheme(self, name: str) -> WeightScheme | None:
+    def scheme_of(self, name: str) -> WeightScheme | None:
         """The scheme of the first group that names a module; else of the first that has its class."""
         module = name.removesuffix(".weight")
         by_name = next((each for each in self._groups if each.names.has(module)), None)

@@ -104,7 +104,40 @@ class WeightFormat(WeightScheme, ABC):
         return name.endswith((".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"))
 
 
-class UniformFormat(WeightFormat):
+class SchemedFormat(WeightFormat):
+    """A format that stores each projection by a scheme."""
+
+    @abstractmethod
+    def scheme_of(self, name: str) -> WeightScheme | None:
+        """The scheme of the projection whose weight is called `name`; None: it is plain."""
+
+    def covers(self, checkpoint: Checkpoint, name: str) -> bool:
+        return self.scheme_of(name) is not None and super().covers(checkpoint, name)
+
+    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
+        scheme = self.scheme_of(name)
+        return scheme is not None and scheme.stores(checkpoint, name)
+
+    def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Collection[str]:
+        return self._of(name).check(checkpoint, name, shape)
+
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
+        self._of(name).read_into(target, checkpoint, name, part)
+
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
+        return self._of(name).scaled(checkpoint, name, part)
+
+    def narrow(self, name: str) -> Narrow | None:
+        scheme = self.scheme_of(name)
+        return None if scheme is None else scheme.narrow(name)
+
+    def _of(self, name: str) -> WeightScheme:
+        scheme = self.scheme_of(name)
+        assert scheme is not None, f"{name} is not quantised"
+        return scheme
+
+
+class UniformFormat(SchemedFormat):
     """A format that stores every projection that it quantises by one scheme."""
 
     def __init__(self, scheme: WeightScheme, plain: ModuleList) -> None:
@@ -112,17 +145,5 @@ class UniformFormat(WeightFormat):
         self.plain = plain
         self._scheme = scheme
 
-    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
-        return self._scheme.stores(checkpoint, name)
-
-    def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Collection[str]:
-        return self._scheme.check(checkpoint, name, shape)
-
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
-        self._scheme.read_into(target, checkpoint, name, part)
-
-    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
-        return self._scheme.scaled(checkpoint, name, part)
-
-    def narrow(self, name: str) -> Narrow | None:
-        return self._scheme.narrow(name)
+    def scheme_of(self, name: str) -> WeightScheme:
+        return self._scheme

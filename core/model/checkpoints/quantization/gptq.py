@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ...config_json import ConfigJson
-from .format import Narrow, Part, WeightFormat
+from .format import Narrow, Part, SchemedFormat
 from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .module_list import ModuleList
 from .packing import WORD_BITS, num_words, unpack, words_of
@@ -18,8 +18,6 @@ from .reading import check_range, read_scales
 from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
-    import torch
-
     from ..checkpoint import Checkpoint
 
 _WIDTHS = (2, 4, 8)
@@ -96,7 +94,7 @@ class GptqScheme(ScaledScheme):
         )
 
 
-class Gptq(WeightFormat):
+class Gptq(SchemedFormat):
     """`quant_method: gptq`. `dynamic` may give modules another width or group size, or leave them plain."""
 
     def __init__(self, fields: ConfigJson) -> None:
@@ -116,10 +114,8 @@ class Gptq(WeightFormat):
         self._only = ModuleList(_flat(fields, "modules_in_block_to_quantize"))
 
     def covers(self, checkpoint: Checkpoint, name: str) -> bool:
-        module = name.removesuffix(".weight")
-        if self._scheme_of(module) is None or (self._only and ".layers." in name and not self._only.has(module)):
-            return False
-        return super().covers(checkpoint, name)
+        is_listed = not self._only or ".layers." not in name or self._only.has(name.removesuffix(".weight"))
+        return is_listed and super().covers(checkpoint, name)
 
     def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
         """Some tools store biases of zeros for modules that have none."""
@@ -127,27 +123,9 @@ class Gptq(WeightFormat):
             return not bool(checkpoint.read(name).any())
         return super().left_out(checkpoint, name)
 
-    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
-        return self._usual.stores(checkpoint, name)
-
-    def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-        return self._of(name).check(checkpoint, name, shape)
-
-    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
-        return self._of(name).scaled(checkpoint, name, part)
-
-    def narrow(self, name: str) -> Narrow | None:
-        scheme = self._scheme_of(name.removesuffix(".weight"))
-        return None if scheme is None else scheme.narrow(name)
-
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
-        self._of(name).read_into(target, checkpoint, name, part)
-
-    def _of(self, name: str) -> GptqScheme:
-        return self._scheme_of(name.removesuffix(".weight")) or self._usual
-
-    def _scheme_of(self, module: str) -> GptqScheme | None:
-        """The scheme of the first rule that matches a module; None if it leaves the module plain."""
+    def scheme_of(self, name: str) -> GptqScheme | None:
+        """That of the first rule that matches the module; None if it leaves the module plain."""
+        module = name.removesuffix(".weight")
         return next((scheme for pattern, scheme in self._rules if pattern.match(module)), self._usual)
 
 

@@ -19,8 +19,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if attention.q_size != fields.integer("hidden_size"):
         why = f"the norm of attention's output is as wide as hidden_size; heads have {attention.q_size} elements"
         raise fields.refuse("head_dim", why)
-    layers = [BitNetLayer(attention, reading.gated(fields))] * fields.integer("num_hidden_layers")
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    return reading.decoder(fields, attention, reading.gated(fields), kind=BitNetLayer)
 
 
 BITNET = Family(

@@ -5,21 +5,21 @@ Tests: tests/core/test_families.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...config_json import ConfigJson
-from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Routing, Scoring
 from ...specs.norms import Norms, NormSpec
-from ...specs.tensor_names import TensorNames
-from .. import glm_moe, reading, rotary
-from ..cohere import model_of
+from ...specs.tensor_names import SHARED_EXPERTS, TensorNames
+from .. import reading, rotary
+from ..cohere import norm_of
 from ..defaults import Defaults
 from .layer import CohereMoeLayer
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     if fields.raw.get("rope_scaling"):
         raise fields.refuse("rope_scaling", "transformers leaves it out for this family; set rope_parameters")
     if not fields.raw.get("rope_parameters", True):
@@ -27,43 +27,25 @@ def _read(fields: ConfigJson) -> ModelConfig:
             "rope_parameters", "an object with rope_type is needed; leave the field out for its default"
         )
     rotary.check_original(rotary.rope_fields(fields))
-    rope = rotary.rope(fields, heads.head_dim, interleaved=True)
-    count, size = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
+    attention, count = rotary.attention(fields, interleaved=True), fields.integer("num_hidden_layers")
     first = reading.number_of(fields, "first_k_dense_replace")
     of_first = fields.integer("prefix_dense_sliding_window_pattern")
     has_experts = reading.mlp_layer_types(fields, first)
     patterns = [(of_first, range(first)), (fields.integer("sliding_window_pattern"), range(max(0, count - first)))]
-    types = [
-        reading.SLIDING if (index + 1) % pattern else reading.FULL for pattern, some in patterns for index in some
-    ][:count]
-    types = reading.layer_types(fields, 1) if fields.texts("layer_types") else types
-    window = reading.checked_window(fields, types)
-    experts = reading.experts(
-        fields,
-        _routing(fields),
-        size="intermediate_size",
-        shared_size=reading.number_of(fields, "num_shared_experts") * size,
-    )
+    types = [reading.SLIDING if (index + 1) % pattern else reading.FULL for pattern, some in patterns for index in some]
+    windows = reading.windows_of(fields, reading.layer_types(fields, types[:count]))
+    size = "intermediate_size"
+    experts = reading.experts(fields, _routing(fields), size=size, shared="num_shared_experts")
     plain = experts if all(has_experts) else reading.gated(fields, size="prefix_dense_intermediate_size")
-    layers = [
-        CohereMoeLayer(
-            AttentionSpec(
-                *heads,
-                scale=heads.head_dim**-0.5,
-                rope=rope if (kind == reading.SLIDING and window) or (not is_sparse and of_first == 1) else None,
-                window=window if kind == reading.SLIDING else None,
-                qkv_bias=bias,
-                o_bias=bias,
-            ),
-            experts if is_sparse else plain,
-            Norms.PARALLEL,
-            factor=_shared_factor(fields),
-        )
-        for kind, is_sparse in zip(types, has_experts, strict=True)
-    ]
-    if (eps := reading.optional_number(fields, "rms_norm_eps")) is None:
-        return model_of(fields, layers)
-    return reading.dense(fields, layers, NormSpec(eps), logits_scale=fields.number("logit_scale"))
+    factor = _shared_factor(fields)
+    layers = []
+    for window, is_sparse in zip(windows, has_experts, strict=True):
+        rope = attention.rope if window or (not is_sparse and of_first == 1) else None
+        part = experts if is_sparse else plain
+        layers.append(CohereMoeLayer(replace(attention, rope=rope, window=window), part, Norms.PARALLEL, factor=factor))
+    eps = reading.optional_number(fields, "rms_norm_eps")
+    norm = norm_of(fields) if eps is None else NormSpec(eps)
+    return reading.dense(fields, layers, norm, logits_scale=fields.number("logit_scale"))
 
 
 def _routing(fields: ConfigJson) -> Routing:
@@ -88,10 +70,7 @@ COHERE_2_MOE = Family(
     _read,
     Defaults("Cohere2MoeConfig", takes=("intermediate_size",)),
     TensorNames(
-        names={
-            **{name: given for name, given in glm_moe.NAMES.items() if name.startswith("mlp.")},
-            "attention_norm": "input_layernorm",
-        }
+        names={**SHARED_EXPERTS, "attention_norm": "input_layernorm"},
     ),
     nulls=("num_key_value_heads", "rms_norm_eps"),
 )

@@ -44,14 +44,14 @@ def _read(fields: ConfigJson) -> ModelConfig:
     mixers = {kind: replace(_mixer(own, kind, types), window=windows[kind]) for kind, own in of_types.items()}
     fields = reading.renamed(fields, {"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"})
     shared = fields.integer("n_shared_experts") * fields.integer("shared_experts_intermediate_size")
-    experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
+    experts = reading.experts(fields, reading.routing_in_groups(fields), shared=shared)
     if experts.count < 2 * experts.routing.groups:
         raise fields.refuse("n_routed_experts", "a group must have at least two")
     has_experts = _has_experts(fields)
-    layers = reading.layers_with_experts(fields, [mixers[kind] for kind in types], experts, has_experts, Dots3Layer)
     drafts = (f"{prefix}{part}." for prefix in TENSORS.prefixes for part in (f"layers.{len(types)}", "mtp"))
     tensors = replace(TENSORS, left_out=(*TENSORS.left_out, *drafts))
-    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
+    own = [mixers[kind] for kind in types]
+    return reading.decoder(fields, own, experts, has_experts=has_experts, kind=Dots3Layer, tensors=tensors)
 
 
 def _types(fields: ConfigJson) -> list[str]:
@@ -61,12 +61,7 @@ def _types(fields: ConfigJson) -> list[str]:
     if not given or _BY_LAYER not in fields.raw or not fields.is_missing("use_dsa"):
         named = INDEXED if fields.boolean("use_dsa", True) else FULL
         types = [named if kind in (FULL, INDEXED) else kind for kind in types]
-    if unknown := [kind for kind in types if kind not in (FULL, INDEXED, SLIDING)]:
-        known = ", ".join((FULL, INDEXED, SLIDING))
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {known}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    return types
+    return reading.checked_types(fields, types, (FULL, INDEXED, SLIDING))
 
 
 def _default_types(count: int, *, has_windows: bool) -> list[str]:

@@ -6,6 +6,7 @@ Tests: tests/core/media/test_image_experts.py, tests/core/paths
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ...config_json import ConfigJson
 from ...specs.config import ModelConfig
@@ -14,7 +15,7 @@ from ...specs.tensor_names import CORRECTION, STACKED_EXPERTS, TEXT_AND_IMAGES
 from ...specs.vision import SEES, VisionSpec
 from .. import reading, rotary
 from ..defaults import Defaults
-from ..ernie import NAMES, attention_of, mixture_of
+from ..ernie import NAMES, mixture_of
 from .experts import ErnieVlExperts
 from .layer import IMAGE_CORRECTION, IMAGE_ROUTER, ErnieVlLayer
 
@@ -24,11 +25,12 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if len(sizes) != 2 or 0 in sizes:
         raise fields.refuse("moe_intermediate_size", "two sizes of experts are needed: of text, and of images")
     fields = fields.with_values({"moe_intermediate_size": sizes[0]})
-    attention = attention_of(fields, bias=False)
-    assert attention.rope is not None, "all layers rotate"
-    attention = replace(attention, rope=rotary.in_pairs(fields, attention.rope, (22, 22, 20)))
+    attention = rotary.attention(fields, bias=False, interleaved=True, adjust=_AXES)
     has_experts = reading.mlp_layer_types(fields, 1)
-    return mixture_of(fields, attention, has_experts, _NAMES, ErnieVlLayer, kind=ErnieVlExperts, image_size=sizes[1])
+    return mixture_of(fields, has_experts, _NAMES, attention, ErnieVlLayer, kind=ErnieVlExperts, image_size=sizes[1])
+
+
+_AXES = partial(rotary.in_pairs, default=(22, 22, 20))
 
 
 _STATICS = "mlp.moe_statics"

@@ -6,6 +6,7 @@ Tests: tests/core/layers/test_two_mixers.py
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec
@@ -21,11 +22,11 @@ from .layer import FalconH1Layer, MixerBeside
 def _read(fields: ConfigJson) -> ModelConfig:
     part = reading.gated(fields, bias=fields.boolean("mlp_bias"))
     gate, out = _factors(fields, "mlp_multipliers", 2) or (1.0, 1.0)
-    layer = FalconH1Layer(_attention(fields), part, gate_factor=gate, part_factor=out, beside=_beside(fields))
-    return reading.dense(
+    return reading.decoder(
         fields,
-        [layer] * fields.integer("num_hidden_layers"),
-        reading.rms_norm(fields),
+        _attention(fields),
+        part,
+        kind=partial(FalconH1Layer, gate_factor=gate, part_factor=out, beside=_beside(fields)),
         embedding_multiplier=fields.number("embedding_multiplier"),
         logits_scale=fields.number("lm_head_multiplier"),
     )

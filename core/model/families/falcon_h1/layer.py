@@ -65,17 +65,14 @@ class FactoredLayer(DecoderLayer):
 class FalconH1Layer(FactoredLayer):
     """See `MixerBeside`."""
 
+    VERB = "have, beside attention,"
+
     beside: MixerBeside
 
     @property
     def recurrent(self) -> RecurrentSpec:
         """See `LayerSpec.recurrent`."""
         return self.beside.mixer
-
-    @property
-    def verb(self) -> str:
-        """See `LayerSpec.verb`."""
-        return "have, beside attention,"
 
     @property
     def num_parts(self) -> int:

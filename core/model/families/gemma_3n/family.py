@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...config_json import ConfigJson
-from ...specs.attention import AttentionSpec, HeadNorm
+from ...specs.attention import HeadNorm
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import GatedSpec
@@ -20,7 +20,7 @@ from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from .. import gemma_3, reading, rotary
 from ..defaults import SHAPE, Defaults
 from ..gemma_4 import family as gemma_4
-from ..reading import FULL, SLIDING
+from ..reading import FULL
 from .layer import AltUpSpec, Gemma3nLayer
 
 #: Layers that are sparse, and how much, where no field says so.
@@ -29,9 +29,10 @@ _SPARSE_LAYERS, _SPARSITY = 10, 0.95
 
 def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     types = reading.layer_types(fields, 5)
-    first_shared, window = gemma_4.first_shared_layer(fields, types), reading.checked_window(fields, types)
+    first_shared, windows = gemma_4.first_shared_layer(fields, types), reading.windows_of(fields, types)
     ropes = rotary.ropes_by_type(fields, gemma_3.THETAS)
-    heads, bias, streams = reading.heads(fields), fields.boolean("attention_bias"), _streams(fields)
+    streams = _streams(fields)
+    attention = rotary.attention(fields, rope=None, scale=1.0, head_norm=HeadNorm.EACH, value_norm=True)
     per_layer = PerLayerEmbeddingSpec(
         fields.integer("hidden_size_per_layer_input"),
         fields.integer("vocab_size_per_layer_input"),
@@ -39,16 +40,11 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     )
     layers = [
         Gemma3nLayer(
-            AttentionSpec(
-                *heads,
-                scale=1.0,
+            replace(
+                attention,
                 rope=ropes[seen],
-                window=window if seen == SLIDING else None,
-                head_norm=HeadNorm.EACH,
-                qkv_bias=bias,
-                o_bias=bias,
+                window=window,
                 shares_kv=index >= first_shared,
-                value_norm=True,
                 form="full" if seen == FULL else "",
             ),
             feed_forward,
@@ -57,17 +53,11 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             altup=streams,
             sparsity=sparsity,
         )
-        for index, (seen, (feed_forward, sparsity)) in enumerate(zip(types, _feed_forwards(fields), strict=True))
+        for index, (seen, window, (feed_forward, sparsity)) in enumerate(
+            zip(types, windows, _feed_forwards(fields), strict=True)
+        )
     ]
-    config = reading.dense(
-        fields,
-        layers,
-        reading.rms_norm(fields, wide=True),
-        embedding_multiplier=fields.integer("hidden_size") ** 0.5,
-        logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
-        per_layer_embeddings=per_layer,
-    )
-    return gemma_4.without_unused_keys(config, tensors, first_shared)
+    return gemma_4.model_of(fields, layers, per_layer, tensors, first_shared)
 
 
 def _read_text(fields: ConfigJson) -> ModelConfig:
@@ -163,10 +153,7 @@ GEMMA_3N = Family(
     "Gemma 3n",
     ("Gemma3nForCausalLM",),
     partial(_read, tensors=_PLAIN),
-    Defaults(
-        "Gemma3nTextConfig",
-        takes=SHAPE,
-    ),
+    Defaults("Gemma3nTextConfig", takes=SHAPE),
     _PLAIN,
     _NOTES,
 )
@@ -174,10 +161,7 @@ GEMMA_3N_TEXT = Family(
     "Gemma 3n (text)",
     ("Gemma3nForConditionalGeneration",),
     _read_text,
-    Defaults(
-        "Gemma3nTextConfig",
-        takes=SHAPE,
-    ),
+    Defaults("Gemma3nTextConfig", takes=SHAPE),
     _TENSORS,
     f"text only; {_NOTES}",
 )

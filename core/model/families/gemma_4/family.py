@@ -5,6 +5,7 @@ Tests: tests/core/layers/test_attention_shapes.py, tests/core/model/specs/test_m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,10 +15,10 @@ from ...specs.attention import AttentionSpec, HeadNorm
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, Routing
-from ...specs.layers import PerLayerEmbeddingSpec
+from ...specs.layers import LayerSpec, PerLayerEmbeddingSpec
 from ...specs.norms import Norms
 from ...specs.rope_config import RopeConfig
-from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from ...specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames, stacked_names
 from ...specs.vision import SEES, VisionSpec
 from .. import reading, rotary
 from ..defaults import Defaults
@@ -38,7 +39,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         raise fields.refuse(name, "only causal attention of text is supported")
     types = reading.layer_types(fields, 6)
     types[-1] = FULL  # as transformers has it, whatever the field says
-    first_shared, window = first_shared_layer(fields, types), reading.checked_window(fields, types)
+    first_shared, windows = first_shared_layer(fields, types), reading.windows_of(fields, types)
     shapes = _shapes(fields, types)
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
@@ -58,7 +59,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
                 *shape,
                 scale=1.0,
                 rope=ropes[seen, shape],
-                window=window if seen == SLIDING else None,
+                window=window,
                 head_norm=HeadNorm.EACH,
                 qkv_bias=bias,
                 o_bias=bias,
@@ -72,30 +73,36 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             per_layer_size=0 if per_layer is None else per_layer.size,
             beside=experts,
         )
-        for index, (seen, shape) in enumerate(zip(types, shapes, strict=True))
+        for index, (seen, shape, window) in enumerate(zip(types, shapes, windows, strict=True))
     ]
-    config = reading.dense(
+    return model_of(fields, layers, per_layer, tensors, first_shared)
+
+
+def model_of(
+    fields: ConfigJson,
+    layers: Sequence[LayerSpec],
+    per_layer: PerLayerEmbeddingSpec | None,
+    tensors: TensorNames,
+    first_shared: int,
+) -> ModelConfig:
+    """A model with these names, but for keys and values of layers that read those of others: checkpoints, and
+    adapters of older versions, have some.
+    """
+    unused = tuple(
+        f"{prefix}layers.{index}.self_attn.{name}."
+        for prefix in dict.fromkeys((*tensors.prefixes, "model."))
+        for index in range(first_shared, len(layers))
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+    return reading.dense(
         fields,
         layers,
         reading.rms_norm(fields, wide=True),
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
         per_layer_embeddings=per_layer,
+        tensors=replace(tensors, left_out=(*tensors.left_out, *unused)),
     )
-    return without_unused_keys(config, tensors, first_shared)
-
-
-def without_unused_keys(config: ModelConfig, tensors: TensorNames, first_shared: int) -> ModelConfig:
-    """The model with these names, but for keys and values of layers that read those of others: checkpoints, and
-    adapters of older versions, have some.
-    """
-    unused = tuple(
-        f"{prefix}layers.{index}.self_attn.{name}."
-        for prefix in dict.fromkeys((*tensors.prefixes, "model."))
-        for index in range(first_shared, config.num_layers)
-        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
-    )
-    return replace(config, tensors=replace(tensors, left_out=(*tensors.left_out, *unused))) if unused else config
 
 
 def first_shared_layer(fields: ConfigJson, types: list[str]) -> int:
@@ -158,7 +165,7 @@ _NAMES = {
     "input_norm": "post_per_layer_input_norm",
     "mlp.gate": "router.proj",
 }
-_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_EXPERTS = stacked_names("experts")
 _PLAIN = TensorNames(names=_NAMES, stacked_experts=_EXPERTS)
 _TENSORS = replace(
     BESIDE_VISION,
@@ -199,15 +206,16 @@ GEMMA_4_TEXT = Family(
         pads_lookups=True,
     ),
 )
+_UNIFIED = Defaults(
+    "Gemma4UnifiedTextConfig",
+    {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
+    takes=("vocab_size",),
+)
 GEMMA_4_UNIFIED = Family(
     "Gemma 4 Unified",
     ("Gemma4UnifiedForCausalLM",),
     _read_plain,
-    Defaults(
-        "Gemma4UnifiedTextConfig",
-        {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
-        takes=("vocab_size",),
-    ),
+    _UNIFIED,
     _PLAIN,
     nulls=_NULLS,
 )
@@ -215,11 +223,7 @@ GEMMA_4_UNIFIED_TEXT = Family(
     "Gemma 4 Unified (text)",
     ("Gemma4UnifiedForConditionalGeneration",),
     _read_text,
-    Defaults(
-        "Gemma4UnifiedTextConfig",
-        {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144},
-        takes=("vocab_size",),
-    ),
+    _UNIFIED,
     _TENSORS,
     nulls=_NULLS,
 )

@@ -17,7 +17,7 @@ from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, HeadNorm, RelativeSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
-from ...specs.feed_forward import Experts, GatedSpec, Routing, Scoring
+from ...specs.feed_forward import Experts, GatedSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading
 from ..defaults import TOKENS, Defaults
@@ -132,12 +132,7 @@ def _types_of(fields: ConfigJson) -> list[str]:
     """The type of each layer: by `layer_types`, or by numbers of layers with a window; else all but every sixth."""
     count = fields.integer("num_hidden_layers")
     if not fields.is_missing("layer_types"):
-        types = fields.texts("layer_types")
-        if unknown := sorted(set(types) - {_WHOLE, _SLIDING}):
-            raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {_WHOLE}, {_SLIDING}")
-        if len(types) != count:
-            raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-        return types
+        return reading.checked_types(fields, fields.texts("layer_types"), (_WHOLE, _SLIDING))
     local = {at for at in range(count) if (at + 1) % 6}
     if not fields.is_missing("local_layer_ids"):
         local = {*fields.indices("local_layer_ids")}
@@ -146,8 +141,7 @@ def _types_of(fields: ConfigJson) -> list[str]:
 
 def _feed_forwards(fields: ConfigJson) -> Iterator[Experts | GatedSpec]:
     """The feed-forward part of each layer."""
-    routing = Routing(1, Scoring.SIGMOID, renormalised=True, factor=fields.number("route_scale"), corrected=True)
-    sinks = fields.integer("n_shared_experts")
+    routing, sinks = reading.sigmoid_routing(fields, "route_scale"), fields.integer("n_shared_experts")
     experts = reading.experts(fields, routing, kind=SinkExperts, sinks=sinks, has_fixed_router=True)
     dense = reading.gated(fields)
     for it in reading.mlp_layer_types(fields, reading.number_of(fields, "dense_mlp_idx")):

@@ -36,17 +36,14 @@ _PLACES = {"attention_out_norm": ConvPlace.ATTENTION, "mlp_out_norm": ConvPlace.
 class InklingLayer(DecoderLayer):
     """See `StreamConvSpec`, `RelativeSpec` and `SinkExperts`. What a dense part adds has a learned factor."""
 
+    VERB = "have, beside attention,"
+
     convolutions: StreamConvSpec
 
     @property
     def recurrent(self) -> StreamConvSpec:
         """See `LayerSpec.recurrent`."""
         return self.convolutions
-
-    @property
-    def verb(self) -> str:
-        """See `LayerSpec.verb`."""
-        return "have, beside attention,"
 
     def _shares(self, size: int) -> dict[str, Any]:
         return {"convolutions": self.convolutions.share(size)}

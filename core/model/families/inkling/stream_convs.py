@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from .....ops.mixers.conv_place import ConvPlace
-from ...specs.recurrent import MixerTensor, RecurrentSpec
+from ...specs.recurrent import MixerTensor, RecurrentSpec, taps
 
 if TYPE_CHECKING:
     import torch
@@ -69,16 +69,6 @@ class StreamConvSpec(RecurrentSpec):
         return self.hidden
 
     @property
-    def draft_size(self) -> int:
-        """See `RecurrentSpec.draft_size`."""
-        return self.channels
-
-    @property
-    def recurrent_shape(self) -> tuple[int, ...]:
-        """Without heads."""
-        return (0,)
-
-    @property
     def tensors(self) -> Mapping[str, MixerTensor]:
         """See `RecurrentSpec.tensors`; every rank has all channels of the residual stream."""
         keys = MixerTensor((self.kv_size, 1, self.conv_size), ((self.kv_size, self.heads[self.form][0]),))
@@ -94,7 +84,7 @@ class StreamConvSpec(RecurrentSpec):
         from .....ops.mixers.stream_convs import StreamConvs, StreamConvWeights  # needs torch
 
         keys, values, attention, feed_forward = (
-            tensors[f"{path}.weight"].squeeze(1).T.contiguous() for path in (_KEYS, _VALUES, _ATTENTION, _FEED_FORWARD)
+            taps(tensors[f"{path}.weight"]) for path in (_KEYS, _VALUES, _ATTENTION, _FEED_FORWARD)
         )
         parts = torch.cat((keys, values), 1), attention, feed_forward
         firsts = 0, 2 * self.kv_room, 2 * self.kv_room + self.hidden

@@ -5,8 +5,9 @@ Tests: tests/core/layers/test_query_experts.py, tests/core/paths
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...config_json import ConfigJson
-from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Routing, Scoring
@@ -24,11 +25,10 @@ def _read(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, Routing(1, Scoring.SOFTMAX_OF_CHOSEN), size="intermediate_size")
     queries = QueryExperts(experts.count, experts.routing)
     count = fields.integer("num_key_value_heads") * queries.per_token
-    heads = reading.heads(fields.with_values({"num_attention_heads": count}))
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim))
-    layers = [JetMoeLayer(attention, experts, queries=queries)] * fields.integer("num_hidden_layers")
+    attention = rotary.attention(fields.with_values({"num_attention_heads": count}), bias=False)
+    kind, last_norm = partial(JetMoeLayer, queries=queries), reading.rms_norm(fields)
     # transformers gives norms of layers no eps.
-    return reading.dense(fields, layers, NormSpec(1e-6), last_norm=reading.rms_norm(fields))
+    return reading.decoder(fields, attention, experts, NormSpec(1e-6), kind=kind, last_norm=last_norm)
 
 
 JETMOE = Family(

@@ -13,7 +13,7 @@ from ...config_json import ConfigJson
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Experts, Routing
-from ...specs.tensor_names import CORRECTION, LATENT_NORMS, LLAMA_NORMS, TensorNames
+from ...specs.tensor_names import CORRECTION, LATENT_NORMS, LETTERS, LLAMA_NORMS, TensorNames
 from .. import latent, reading
 from ..defaults import TOKENS, Defaults
 from .layer import LongCatExperts, LongCatLayer
@@ -39,10 +39,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     q_factor, kv_factor = ((hidden / rank) ** 0.5 for rank in (mixer.latent.q_rank, mixer.latent.kv_rank))
     mixer = replace(mixer, latent=replace(mixer.latent, q_factor=q_factor, kv_factor=kv_factor))
     part, experts = reading.gated(fields, size="ffn_hidden_size"), _experts(fields)
-    pair = [
-        LongCatLayer(mixer, part, shortcut=experts),
-        LongCatLayer(mixer, part),
-    ]
+    pair = [LongCatLayer(mixer, part, shortcut=experts), LongCatLayer(mixer, part)]
     left_out = (
         *(f"model.layers.{_LAYERS * number}.mlp.router.classifier." for number in range(numbers)),  # of adapters
         *(f"model.layers.{number}.mlp.experts.{each}." for number in range(numbers) for each in _identity(experts)),
@@ -95,7 +92,6 @@ def _identity(experts: Experts) -> range:
     return range(experts.count, experts.choices)
 
 
-_DENSE = ("gate_proj", "up_proj", "down_proj")
 _TENSORS = TensorNames(
     names={
         **LLAMA_NORMS,
@@ -106,7 +102,7 @@ _TENSORS = TensorNames(
     numbers=LayerNumbers(
         _LAYERS,
         (
-            *((f"mlp.{each}", f"mlps.{{}}.{each}") for each in _DENSE),
+            *((f"mlp.{each}", f"mlps.{{}}.{each}") for each in LETTERS),
             *((name, f"{name}.{{}}") for name in ("self_attn", *LLAMA_NORMS.values())),
         ),
     ),

@@ -6,8 +6,10 @@ Tests: tests/core/layers/test_narrow_values.py, tests/core/paths
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from ...config_json import ConfigJson
-from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.rope_config import RopeConfig
@@ -35,22 +37,19 @@ def _read(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("num_key_value_heads", why)
     if (seen := fields.optional("sliding_window_size")) is not None:  # tokens before the query's own
         fields = fields.with_values({"sliding_window": seen + 1})
-    types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [
-        FULL if index == 0 or (index + 1) % 6 == 0 else SLIDING for index in range(count)
-    ]
+    default = [FULL if index == 0 or (index + 1) % 6 == 0 else SLIDING for index in range(count)]
+    types = reading.layer_types(fields, default)
     ropes = {kind: _rope(fields, kind, heads.head_dim) for kind in dict.fromkeys(types)}
-    bias, factor = fields.boolean("attention_bias"), reading.optional_number(fields, "attention_value_scale")
+    factor = reading.optional_number(fields, "attention_value_scale")
+    narrow = None if value == heads.head_dim else value
+    attention = rotary.attention(fields, rope=None, qkv_bias=fields.boolean("attention_bias"), value_dim=narrow)
     mixers = [
-        AttentionSpec(
-            heads.num_heads,
-            heads.num_kv_heads * (1 if kind == FULL else 2),
-            heads.head_dim,
-            scale=heads.head_dim**-0.5,
+        replace(
+            attention,
+            num_kv_heads=heads.num_kv_heads * (1 if kind == FULL else 2),
             rope=ropes[kind],
             window=window,
-            qkv_bias=bias,
             sinks=kind == SLIDING,
-            value_dim=None if value == heads.head_dim else value,
             form="full" if kind == FULL else "",
         )
         for kind, window in zip(types, reading.windows_of(fields, types), strict=True)
@@ -58,9 +57,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if fields.is_null("routed_scaling_factor"):
         fields = fields.with_values({"routed_scaling_factor": 1.0})
     experts = reading.experts(fields, reading.routing_in_groups(fields))
-    has_experts, own = reading.mlp_layer_types(fields, 1), 1.0 if factor is None else factor
-    layers = reading.layers_with_experts(fields, mixers, experts, has_experts, MiMoLayer, value_factor=own)
-    return reading.dense(fields, layers, reading.rms_norm(fields))
+    kind = partial(MiMoLayer, value_factor=1.0 if factor is None else factor)
+    return reading.decoder(fields, mixers, experts, has_experts=reading.mlp_layer_types(fields, 1), kind=kind)
 
 
 def _rope(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig:

@@ -14,7 +14,7 @@ from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Routing
-from ...specs.tensor_names import BESIDE_VISION, TensorNames
+from ...specs.tensor_names import BESIDE_VISION, LETTERS, TensorNames, gated_names
 from .. import glm_moe, latent, reading
 from ..defaults import Defaults
 from .layer import MistralLarge4Layer
@@ -28,7 +28,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     groups, kept = reading.expert_groups(fields)
     factor = fields.number("routed_scaling_factor")
     routing = Routing(1, renormalised=True, epsilon=1e-20, factor=factor, groups=groups, kept_groups=kept)
-    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    has_experts = reading.mlp_layer_types(fields)
     model = glm_moe.model(fields, _mixers(fields), _TENSORS, routing=routing, has_experts=has_experts)
     layers = tuple(MistralLarge4Layer(each.mixer, each.feed_forward) for each in model.layers)
     return replace(model, layers=layers, logits_softcap=fields.number("final_logit_softcapping"))
@@ -92,8 +92,6 @@ def _sources(fields: ConfigJson, rotates: list[bool]) -> list[int]:
     return sources
 
 
-#: Parts of a gated feed-forward part, as published.
-_GATED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _ATTENTION = {
     "q_proj": "wq",
     "kv_a_proj_with_mqa": "wkv_a_with_mqa",
@@ -117,9 +115,9 @@ _PUBLISHED = TensorNames(
         "mlp_norm": "ffn_norm",
         "mlp.gate": "gate",
         **{f"self_attn.{part}": f"attention.{name}" for part, name in _ATTENTION.items()},
-        **{f"mlp.{part}": f"feed_forward.{name}" for part, name in _GATED.items()},
-        **{f"mlp.shared_expert.{part}": f"shared_experts.{name}" for part, name in _GATED.items()},
-        **{f"mlp.experts.{{}}.{part}": f"experts.{{}}.{name}" for part, name in _GATED.items()},
+        **gated_names("mlp", "feed_forward", LETTERS),
+        **gated_names("mlp.shared_expert", "shared_experts", LETTERS),
+        **gated_names("mlp.experts.{}", "experts.{}", LETTERS),
     },
 )
 _TOWER = ("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter.")

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...config_json import ConfigJson
 from ...specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ...specs.config import ModelConfig
 from ...specs.family import Family
-from ...specs.feed_forward import LatentExperts, Routing, Scoring
-from ...specs.layers import LayerSpec
+from ...specs.feed_forward import Experts, GatedSpec, LatentExperts, Routing, Scoring
 from ...specs.norms import Norms, NormSpec
 from ...specs.tensor_names import AROUND_NORMS, TEXT_AND_IMAGES, TensorNames
 from .. import reading, rotary
@@ -29,9 +29,7 @@ from .layer import MuseLayer
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    feed_forward, out_eps = reading.gated(fields, "hidden_activation"), fields.number("post_norm_eps")
-    layers = [MuseLayer(mixer, feed_forward, Norms.AROUND, out_eps=out_eps) for mixer in _mixers(fields)]
-    return _model(fields, layers)
+    return _model(fields, reading.gated(fields, "hidden_activation"))
 
 
 def _read_spark(fields: ConfigJson) -> ModelConfig:
@@ -46,16 +44,10 @@ def _read_spark(fields: ConfigJson) -> ModelConfig:
         corrected=True,
         logits_factor=fields.number("output_multiplier"),
     )
-    out_eps = fields.number("post_norm_eps")
-    latent = LatentExperts(fields.integer("moe_hidden_size"), out_eps)
+    latent = LatentExperts(fields.integer("moe_hidden_size"), fields.number("post_norm_eps"))
     experts = reading.experts(fields, routing, latent=latent)
-    eps = reading.rms_norm(fields).eps
-    own = {"out_eps": out_eps, "head_eps": eps, "temperature": fields.number("residual_gate_temperature")}
-    has_experts = reading.mlp_layer_types(fields, 0)
-    layers = reading.layers_with_experts(
-        fields, _mixers(fields), experts, has_experts, MuseLayer, norms=Norms.AROUND, **own
-    )
-    return _model(fields, layers)
+    own = {"head_eps": reading.rms_norm(fields).eps, "temperature": fields.number("residual_gate_temperature")}
+    return _model(fields, experts, reading.mlp_layer_types(fields, 0), **own)
 
 
 def _mixers(fields: ConfigJson) -> list[AttentionSpec]:
@@ -63,37 +55,33 @@ def _mixers(fields: ConfigJson) -> list[AttentionSpec]:
     if fields.boolean("tie_word_embeddings"):
         why = "the embeddings are normalised, and the output projection is not; only false is supported"
         raise fields.refuse("tie_word_embeddings", why)
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = rotary.rope(fields, heads.head_dim)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5 * fields.number("qk_scale_factor"),
-        rope=None,
-        head_norm=HeadNorm.BARE,
-        qkv_bias=bias,
-        o_bias=bias,
-        output_gate=OutputGate.PER_ELEMENT,
-    )
+    attention = rotary.attention(fields, head_norm=HeadNorm.BARE, output_gate=OutputGate.PER_ELEMENT)
+    attention = replace(attention, scale=attention.scale * fields.number("qk_scale_factor"))
     count = fields.integer("num_hidden_layers")
     every_fourth = [(count - 1 - at) % 4 == 0 for at in range(count)]
-    types = (fields.texts("layer_types") and reading.layer_types(fields, 1)) or [
-        reading.FULL if each else reading.SLIDING for each in every_fourth
-    ]
+    types = reading.layer_types(fields, [reading.FULL if each else reading.SLIDING for each in every_fourth])
     rotates = [not each for each in every_fourth]
     if not fields.is_missing("layer_rope_theta"):
         rotates = [theta != 0 for theta in fields.numbers("layer_rope_theta")]
         if len(rotates) != count:
             raise fields.refuse("layer_rope_theta", f"{len(rotates)} bases for num_hidden_layers, {count}")
     kinds = zip(rotates, reading.windows_of(fields, types), strict=True)
-    return [replace(attention, rope=rope if turns else None, window=window) for turns, window in kinds]
+    return [replace(attention, rope=attention.rope if turns else None, window=window) for turns, window in kinds]
 
 
-def _model(fields: ConfigJson, layers: Sequence[LayerSpec]) -> ModelConfig:
+def _model(
+    fields: ConfigJson, feed_forward: GatedSpec | Experts, has_experts: Sequence[bool] = (), **own: float
+) -> ModelConfig:
+    """own: fields of layers."""
     eps = fields.number("rms_norm_eps")
-    return reading.dense(
+    return reading.decoder(
         fields,
-        layers,
+        _mixers(fields),
+        feed_forward,
         NormSpec(eps, one_plus=True, wide=True),
+        has_experts=has_experts,
+        norms=Norms.AROUND,
+        kind=partial(MuseLayer, out_eps=fields.number("post_norm_eps"), **own),
         last_norm=NormSpec(eps, wide=True),
         embedding_rows_eps=eps,
         logits_scale=fields.number("output_multiplier"),

@@ -40,7 +40,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     streams = GatedStreamsSpec(fields.integer("hc_count", least=2), fields.integer("hc_lowrank"))
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     shared = fields.integer("shared_expert_intermediate_size")
-    experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
+    experts = reading.experts(fields, routing, shared=shared, shared_gate=True)
     kinds = dict.fromkeys(types)
     mixers = {kind: _attention(fields) if kind == _INDEXED else _delta(fields, norm.eps) for kind in kinds}
     first = GatedStreamsLayer(mixers[types[0]], experts, Norms.NONE, gates=streams)
@@ -53,9 +53,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.refuse("hidden_act", f"Gated DeltaNet is supported with silu alone, not with {activation}")
-    gates = activation if fields.is_null("output_gate_type") else fields.text("output_gate_type", activation)
+    gates = "silu" if fields.is_null("output_gate_type") else fields.text("output_gate_type", "silu")
     if gates not in ("silu", "sigmoid"):
         raise fields.refuse("output_gate_type", f"{gates} is not supported; supported: silu, sigmoid")
     return replace(qwen3_5.delta(fields, eps), sigmoid_gates=gates == "sigmoid")

@@ -50,11 +50,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _layer_types(fields: ConfigJson) -> list[str]:
     count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
     types = types or [_FULL] * count
-    if unknown := sorted(set(types) - _ROPES.keys()):
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(_ROPES)}")
-    if len(types) != count:
-        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
-    return [*types]
+    return reading.checked_types(fields, types, _ROPES)
 
 
 def _attention(fields: ConfigJson, heads: reading.Heads, kind: str) -> AttentionSpec:

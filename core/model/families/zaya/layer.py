@@ -69,6 +69,7 @@ class ZayaExperts(Experts):
 class ZayaLayer(DecoderLayer):
     """See `HeadConvSpec`, `AddScaled` and `ZayaExperts`."""
 
+    VERB = "have, before attention,"
     WHY_WHOLE = "half of all heads' values are those of the token before, which other ranks would have"
 
     convolutions: HeadConvSpec
@@ -80,11 +81,6 @@ class ZayaLayer(DecoderLayer):
     def recurrent(self) -> HeadConvSpec:
         """See `LayerSpec.recurrent`."""
         return self.convolutions
-
-    @property
-    def verb(self) -> str:
-        """See `LayerSpec.verb`."""
-        return "have, before attention,"
 
     def attention_in(self, b: Build, a: AttentionSpec, n: Value) -> Value:
         """The first half of all heads' values is a token's own, and the second that of the token before, so that TP
