@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
 from collections.abc import Set
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -65,10 +68,28 @@ class Libraries(build_ext):
     wheel those of other levels.
     """
 
+    def build_extensions(self) -> None:
+        """Compile the units of a level instead of the whole, as many at a time as there are processors."""
+        compile_whole = self.compiler.compile
+        with ThreadPoolExecutor(processors()) as pool:
+
+            def compile_unit(unit: str, sources: list[str], output_dir: str, **options: Any) -> list[str]:
+                options["macros"] = [*options["macros"], ("CHORUS_UNIT", "1"), (f"CHORUS_UNIT_{unit}", "template")]
+                return compile_whole(sources, output_dir=f"{output_dir}/{unit}", **options)
+
+            def compile_units(sources: list[str], **options: Any) -> list[str]:
+                compiled = {pool.submit(compile_unit, unit, sources, **options): unit for unit in units()}
+                for number, each in enumerate(as_completed(compiled), 1):
+                    each.result()
+                    tell(f"{Path(sources[0]).stem}: {compiled[each]}, {number} of {len(compiled)}")
+                return [name for each in compiled for name in each.result()]
+
+            self.compiler.compile = compile_units
+            super().build_extensions()
+
     def build_extension(self, ext: Extension) -> None:
-        """Say which library comes, as each takes a minute or two: `pip install -v` shows it."""
-        number = 1 + self.extensions.index(ext)
-        print(f"building {ext.name}, {number} of {len(self.extensions)}: a minute or two", file=sys.stderr, flush=True)
+        """Say which library comes, as each takes a minute of two processors: `pip install -v` shows it."""
+        tell(f"building {ext.name}, {1 + self.extensions.index(ext)} of {len(self.extensions)}: a minute or less")
         super().build_extension(ext)
 
     def run(self) -> None:
@@ -78,6 +99,21 @@ class Libraries(build_ext):
             level = path.name.removeprefix("_native_").partition(".")[0]
             if newer_group(sources(level), str(path), "newer") if self.inplace else level not in built:
                 path.unlink()
+
+
+def tell(text: str) -> None:
+    """Say how far the build is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def units() -> list[str]:
+    """Units of a level, which are compiled each by itself."""
+    return re.findall(r"^#ifndef CHORUS_UNIT_(\w+)$", (ROOT / "ops/native/units.h").read_text("utf-8"), re.MULTILINE)
 
 
 def packages() -> list[str]:

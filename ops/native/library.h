@@ -134,7 +134,7 @@ CHORUS_API double chorus_update_rate(int threads, char* memory, int64_t bytes) {
 //   times    that it is computed; the states go on
 CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times) {
     Team team(threads);
-    return run_delta(team, threads, *desc, times);
+    return run_delta<float>(team, threads, *desc, times);
 }
 
 // The team that the calling thread keeps.

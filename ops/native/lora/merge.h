@@ -242,7 +242,7 @@ float Merge<T>::run(const MergeDesc& desc, const GemmShapes& shapes, const Arena
     return std::sqrt(growth);
 }
 
-CHORUS_UNIT_LORA float Merge<float>::run(const MergeDesc&, const GemmShapes&, const Arena<float>&);
-CHORUS_UNIT_LORA float Merge<bf16>::run(const MergeDesc&, const GemmShapes&, const Arena<bf16>&);
+CHORUS_UNIT_LIBRARY float Merge<float>::run(const MergeDesc&, const GemmShapes&, const Arena<float>&);
+CHORUS_UNIT_LIBRARY float Merge<bf16>::run(const MergeDesc&, const GemmShapes&, const Arena<bf16>&);
 
 }  // namespace chorus

@@ -300,13 +300,13 @@ void expand(const Arena<T>& arena, const RankRows& b, const LoraUnit& unit, Rows
     }
 }
 
-CHORUS_UNIT_LORA void shrink<float>(const Arena<float>&, const RankRows&, const LoraUnit&, Rows<const Act<float>>,
-                                    Rows<Act<float>>, LoraScratch<float>&, const RankRows&);
-CHORUS_UNIT_LORA void expand<float>(const Arena<float>&, const RankRows&, const LoraUnit&, Rows<const Act<float>>,
-                                    Rows<float>, LoraScratch<float>&, const RankRows&);
-CHORUS_UNIT_LORA void shrink<bf16>(const Arena<bf16>&, const RankRows&, const LoraUnit&, Rows<const Act<bf16>>,
-                                   Rows<Act<bf16>>, LoraScratch<bf16>&, const RankRows&);
-CHORUS_UNIT_LORA void expand<bf16>(const Arena<bf16>&, const RankRows&, const LoraUnit&, Rows<const Act<bf16>>,
-                                   Rows<float>, LoraScratch<bf16>&, const RankRows&);
+CHORUS_UNIT_LIBRARY void shrink<float>(const Arena<float>&, const RankRows&, const LoraUnit&, Rows<const Act<float>>,
+                                       Rows<Act<float>>, LoraScratch<float>&, const RankRows&);
+CHORUS_UNIT_LIBRARY void expand<float>(const Arena<float>&, const RankRows&, const LoraUnit&, Rows<const Act<float>>,
+                                       Rows<float>, LoraScratch<float>&, const RankRows&);
+CHORUS_UNIT_LIBRARY void shrink<bf16>(const Arena<bf16>&, const RankRows&, const LoraUnit&, Rows<const Act<bf16>>,
+                                      Rows<Act<bf16>>, LoraScratch<bf16>&, const RankRows&);
+CHORUS_UNIT_LIBRARY void expand<bf16>(const Arena<bf16>&, const RankRows&, const LoraUnit&, Rows<const Act<bf16>>,
+                                      Rows<float>, LoraScratch<bf16>&, const RankRows&);
 
 }  // namespace chorus

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,61 @@ def test_each_library_is_announced_before_it_is_compiled(monkeypatch, capsys):
         "building chorus.ops._native_avx512, 1 of 2",
         "building chorus.ops._native_avx2, 2 of 2",
     ]
+
+
+class Compiler:
+    """A compiler that notes what it is asked for, and of two calls lets none end before both have begun."""
+
+    def __init__(self) -> None:
+        self.asked, self._both = [], threading.Barrier(2, timeout=20)
+
+    def compile(self, sources, output_dir, macros, **_):
+        self.asked.append((*sources, output_dir, *(name for name, _ in macros)))
+        if len(self.asked) <= 2:
+            self._both.wait()
+        return [f"{output_dir}/decoder.o"]
+
+
+def test_units_of_a_level_are_compiled_beside_each_other(monkeypatch, capsys):
+    """One compiler for a whole level took a gigabyte, and twice the time that two processors take."""
+    compiler, linked = Compiler(), []
+    library = BUILD["library"]("avx2")
+    command = BUILD["Libraries"](Distribution({"ext_modules": [library]}))
+    command.finalize_options()
+    command.compiler = compiler
+    monkeypatch.setitem(BUILD["Libraries"].build_extensions.__globals__, "processors", lambda: 2)
+    monkeypatch.setattr(
+        build_ext,
+        "build_extensions",
+        lambda self: linked.extend(self.compiler.compile(library.sources, output_dir="build", macros=[], debug=None)),
+    )
+    command.build_extensions()
+    units = BUILD["units"]()
+    source = "ops/native/decoder_avx2.cpp"
+    assert {*compiler.asked} == {(source, f"build/{unit}", "CHORUS_UNIT", f"CHORUS_UNIT_{unit}") for unit in units}
+    assert linked == [f"build/{unit}/decoder.o" for unit in units]
+    assert f"{len(units)} of {len(units)}" in capsys.readouterr().err
+
+
+def test_what_headers_mark_is_of_a_unit():
+    """What a unit that is not built has would be missing."""
+    headers = [path for path in (ROOT / "ops" / "native").rglob("*.h") if path.name != "units.h"]
+    marks = {name for path in headers for name in re.findall(r"CHORUS_UNIT_(\w+)", path.read_text("utf-8"))}
+    assert marks == {*BUILD["units"]()}
+
+
+def test_a_unit_is_compiled_once_in_a_run_of_ci(tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\necho "$*" >> "$COMPILED/calls"\necho "$3" > out.o\n')
+    compiler.chmod(0o755)
+    paths = f"{tmp_path}:{os.environ['PATH']}"
+    for unit in ("PRODUCTS", "MIXERS", "PRODUCTS"):
+        (tmp_path / "out.o").unlink(missing_ok=True)
+        command = [ROOT / ".ci" / "compile-once", "-c", "-DCHORUS_UNIT=1", f"-DCHORUS_UNIT_{unit}=template"]
+        environment = {"PATH": paths, "COMPILED": str(tmp_path)}
+        subprocess.run([*command, "decoder.cpp", "-o", "out.o"], cwd=tmp_path, env=environment, check=True)
+        assert unit in (tmp_path / "out.o").read_text()
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
 
 
 def test_every_level_is_built_from_all_headers():
