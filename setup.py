@@ -142,7 +142,7 @@ def runs(found: Set[str] | None) -> list[str]:
 
 
 def levels_to_build(found: Set[str] | None, setting: str) -> list[str]:
-    """found: the processor's features; None builds all levels. Compiling one takes a processor a minute or two."""
+    """found: the processor's features; None builds all levels. Compiling one takes two processors a minute."""
     if setting == "here":
         return runs(found) if found is None else runs(found)[:1]
     named = setting.split()

@@ -322,6 +322,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             raise UsageError("chorus demo: error: --check and --skew can't be combined; leave one out")
         if settings.mode_policy == "manual":
             settings = settings.model_copy(update={"mode_policy": "fastest"})
+    check_model(settings)
     _tell_start(settings)
     from ..demo.run import run_demo
 

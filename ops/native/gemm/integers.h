@@ -226,7 +226,9 @@ inline void widen_panel(const IntegerPanel& w, float* out) {
     else widen_panel_of<8>(w, out);
 }
 
+#ifdef CHORUS_MAC8
 CHORUS_UNIT_PRODUCTS void integers_gemm_as<Whole8>(const FixedRows&, int, const IntegerPanel&, const Outputs&, bool);
+#endif
 CHORUS_UNIT_PRODUCTS void integers_gemm_as<Whole16>(const FixedRows&, int, const IntegerPanel&, const Outputs&, bool);
 CHORUS_UNIT_PRODUCTS void integers_gemm_as<Whole31>(const FixedRows&, int, const IntegerPanel&, const Outputs&, bool);
 
