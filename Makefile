@@ -13,6 +13,8 @@ STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/
 # The five that take two thirds of the studies' time, for `make slow`.
 LONG_STUDIES := adapter-locality adapter-scheduling consolidation merged-skew swapping-profiles
 INTERPRETED := $(shell find tests -name "test_*_interpreted.py" | sort)
+# Libraries that the tests build: an installation has that of the best level.
+LEVELS = $(shell python -c "import runpy; it = runpy.run_path('setup.py'); print(*it['runs'](it['features']())[1:])")
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h ops/native/*/*.h)
 
 help: ## this list
@@ -99,7 +101,7 @@ kernel-tests: ## the slow tests of GPU kernels and GPU steps: a quarter of an ho
 
 sanitize: ## the native decoder under ASan and UBSan
 	mkdir -p build/sanitize
-	for level in $$(python -c "from chorus.ops.library.native_library import levels; print(*levels())"); do \
+	for level in $$(python -c "from chorus.ops.library.native_library import level; print(level())") $(LEVELS); do \
 	    g++ -O1 -g -std=c++17 -pthread -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
 	        -Iops/native -include ops/native/decoder_$$level.cpp tests/ops/cpu/native_bits.cpp -o build/sanitize/$$level; \
 	    build/sanitize/$$level > build/sanitize/$$level.bits; \
@@ -147,19 +149,25 @@ lives: simulation
 families: ## the whole table of paths: every family and every form of adapter and weights, in every way; and GPU steps of each
 	CHORUS_FAMILIES=every pytest -q tests/core/paths tests/core/executors/test_cuda_families_interpreted.py
 
-level-%: ## tests of native kernels and of an engine at one ISA level, such as level-avx2; not those that test all levels
+library-%: ## the native library of an ISA level, in the source tree beside the installation's; nothing where it is new
+	CHORUS_BUILD_LEVELS=$* python setup.py -q build_ext --inplace
+
+libraries: $(addprefix library-,$(LEVELS)) ## library-% of all ISA levels that this processor has beside its best
+
+level-%: library-% ## tests of native kernels and of an engine at one ISA level, such as level-avx2
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow" tests/ops --ignore tests/ops/mixers tests/attacks tests/core/model/weights \
 	    tests/core/model/program/test_native_decoder.py tests/core/adapters/test_adapter_vectors.py \
 	    $(addprefix tests/core/test_parity.py::test_,32_concurrent_requests_over_8_adapters batches_of_every_kind_on_one_engine \
 	    page_size_does_not_matter bfloat16_choices_are_the_references_within_rounding)
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -k "once and native and (mixed or bits)" tests/core/paths
+	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native -k "$*" tests/core/model/moe/test_experts.py tests/core/quantised
 
 plain: ## comparisons of numbers of kernels and of an engine against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \
 	python -c "from chorus.ops.library import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
 	pytest -q -n 0 -m "native(needed=False) and not slow" tests/ops tests/core/model tests/core/test_parity.py
 
-levels: $(addprefix level-,$(LEVELS))
+levels: $(addprefix level-,$(LEVELS)) ## level-% of all ISA levels that this processor has beside its best
 
 rest: STUDIES := $(filter-out $(LONG_STUDIES),$(STUDIES))
 rest: served studies simulation types plain levels kernels oldest check ## everything that .ci/run does after README's commands

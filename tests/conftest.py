@@ -195,8 +195,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out slow tests, those of GPU kernels, and most cases of `wide` tests, unless they are named, by themselves
     or by a marker; a share that the environment says is drawn of named ones, too. Where the native library is there,
     leave out comparisons of PyTorch's operators, too: `make plain` runs them without it. A session at one ISA level
-    leaves out cases with a parameter `level`, which run at all levels in any other. Tests that may take long come
-    first, so that none is left alone at the end.
+    leaves out cases whose parameter `level` is another; in any other session they run at all that are built. Tests that
+    may take long come first, so that none is left alone at the end.
     """
     if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
@@ -207,7 +207,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if is_plain or is_of_one_level(config.option.markexpr):
         left_out |= {item for item in items if _is_of_the_other_kernels(item)}
     if is_of_one_level(config.option.markexpr):
-        left_out |= {item for item in items if item.get_closest_marker("native") and "level" in _params(item)}
+        isa = os.environ["CHORUS_CPU_ISA"]
+        left_out |= {item for item in items if _params(item).get("level", isa) != isa}
     if is_plain or "CHORUS_TEST_SHARE" in os.environ:
         rest = [item for item in items if item not in left_out]
         left_out |= beyond_share(rest, chosen_share(), os.environ[SEED])

@@ -1,8 +1,8 @@
 """The compiled native library: its functions, and the ISA levels for which it is compiled.
 
-If a C++ compiler is present when the package is built, `ops/native/` is compiled for each ISA level in `LEVELS`; the
-best level that the processor supports is used. `CHORUS_CPU_ISA` names another one, or `none`. Without any, `available`
-is False and callers use torch operators.
+If a C++ compiler is present when the package is built, `ops/native/` is compiled for the best of `LEVELS` that the
+machine's processor supports, or for all (`setup.py`). The best level that was built and that the processor supports is
+used. `CHORUS_CPU_ISA` names another one, or `none`. Without any, `available` is False and callers use torch operators.
 
 Tests: tests/ops/library/test_native_levels.py, tests/ops/cpu/test_native_best.py,
 tests/ops/library/test_native_build.py
@@ -178,9 +178,27 @@ def why_unavailable(dtype: torch.dtype) -> str | None:
     if library() is None:
         if os.environ.get(ISA) == "none":
             return f"{ISA} is 'none'"
-        if not any(built(level) for level in LEVELS):
-            return "it is not built: install a C++ compiler, then Chorus again"
-        return f"this processor has none of its instruction sets: {', '.join(LEVELS)}"
+        return _why_of_others() or "it is not built: install a C++ compiler, then Chorus again"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     return None
+
+
+def _why_of_others() -> str | None:
+    """Why there is no library for this processor, where there are some for others: it is another machine's build."""
+    others = [level for level in LEVELS if built(level)]
+    if not others or levels():
+        return None
+    return (
+        f"it is built for {', '.join(others)}, which this processor lacks: install Chorus on this machine again, or "
+        "for all processors, with CHORUS_BUILD_LEVELS=all"
+    )
+
+
+def warn_of_others() -> None:
+    """Log that only other processors have a library: PyTorch's operators, which serve, are several times slower."""
+    if os.environ.get(ISA) != "none" and (reason := _why_of_others()):
+        logger.warning("the native library is not used: %s", reason)
+
+
+warn_of_others()

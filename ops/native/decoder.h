@@ -10,19 +10,15 @@
 #include "attention/attend_op.h"
 #include "sampling/head.h"
 #include "attention/latents.h"
-#include "mixers/headed_scan.h"
-#include "mixers/mamba2.h"
-#include "mixers/rg_lru.h"
-#include "mixers/selective_scan.h"
 #include "lora/merge.h"
+#include "mixers/mixers.h"
 #include "lora/model_lora.h"
 #include "lora/offload.h"
-#include "mixers/paged_states.h"
 #include "gemm/projections.h"
 #include "ranks/ranks.h"
 #include "program/row_ops.h"
 #include "sampling/sampling.h"
-#include "mixers/short_conv.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -88,12 +84,7 @@ class Decoder final : public AnyDecoder {
           row_ops_(registers_, experts_, latents_, chooser_),
           merge_(team_),
           offloader_(model),
-          delta_(model.delta),
-          short_conv_(model.delta),
-          mamba_(model.delta),
-          rg_lru_(model.delta),
-          selective_scan_(model.delta),
-          headed_scan_(model.delta) {}
+          mixers_(model, team_, registers_) {}
 
     void forward(const StepDesc& step) override {
         plan(step);
@@ -108,6 +99,7 @@ class Decoder final : public AnyDecoder {
         registers_.join(ranks);
         projections_.join(ranks);
         attention_.join(ranks);
+        mixers_.join(ranks);
         row_ops_.join(ranks);
         head_.join(vocab);
     }
@@ -159,7 +151,7 @@ class Decoder final : public AnyDecoder {
         const auto keeps_gates = [&](const OpDesc& op) { return op.kind == OpKind::kGateUp && !fuses(op); };
         registers_.plan(step.tokens, std::any_of(ops_.begin(), ops_.end(), keeps_gates));
         grow_rows(normed_, step.logits_wanted + step.states_wanted, m_.hidden);
-        if (m_.delta.v_heads) plan_mixer(step);
+        if (m_.delta.v_heads) mixers_.plan(step);
         attention_.plan(step, projections_.few() && step.tokens == step.rows);
         experts_.plan(step);
         latents_.plan(step);
@@ -225,7 +217,7 @@ class Decoder final : public AnyDecoder {
             case OpKind::kLatentAttend: return attend_latents(step, me, arguments_of<LatentAttendOp>(op));
             case OpKind::kMultiply: return multiply(step, me, arguments_of<MultiplyOp>(op));
             case OpKind::kChoose: return chooser_.run(me, step, arguments_of<ChooseOp>(op));
-            case OpKind::kMix: return mix(step, me, arguments_of<MixOp>(op));
+            case OpKind::kMix: return mixers_.run(me, step, arguments_of<MixOp>(op));
             case OpKind::kMoe: {
                 const auto& moe = arguments_of<MoeOp>(op);
                 return experts_.run(me, moe, registers_.rounded(moe.x));
@@ -276,31 +268,6 @@ class Decoder final : public AnyDecoder {
         if (fuses(op)) return projections_.run_gated(me, up, it.gating(), it.factor, registers_.rounded(it.act));
         run_gemm(me, up);
         each_part(team_, me, step.tokens, [&](int t, bool) { row_ops_.gate(it, up.y[t], t); });
-    }
-
-    void plan_mixer(const StepDesc& step) {
-        const int seen = step.tokens + step.state_accepted[step.rows];
-        const bool drafts = m_.most_drafts > 0;
-        if (m_.delta.mixer == Mixer::kDelta) delta_.plan(seen, drafts, team_.size());
-        if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
-        if (m_.delta.mixer == Mixer::kRgLru) rg_lru_.plan(seen);
-        if (m_.delta.mixer == Mixer::kMamba1) selective_scan_.plan(team_.size());
-        if (m_.delta.mixer == Mixer::kHeadedScan) headed_scan_.plan(team_.size());
-    }
-
-    void mix(const StepDesc& step, Team::Member& me, const MixOp& op) {
-        const PagedStates states{m_, step, op.state_layer};
-        const Rows<float> x = registers_.floats(op.x);
-        if (op.is_first) return selective_scan_.convolve(team_, me, op.weights, states, x, registers_.floats(op.out));
-        const Rows<X> out = registers_.rounded(op.out);
-        switch (m_.delta.mixer) {
-            case Mixer::kDelta: return delta_.run(team_, me, op.weights, states, delta_.inputs(x), out);
-            case Mixer::kShortConv: return short_conv_.run(team_, me, op.weights, states, x, out);
-            case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, op.weights, states, step.tokens, x, out);
-            case Mixer::kRgLru: return rg_lru_.run(team_, me, op.weights, states, x, out);
-            case Mixer::kHeadedScan: return headed_scan_.run(team_, me, op.weights, states, x, out);
-            case Mixer::kMamba1: return selective_scan_.scan(team_, me, op.weights, states, x, out);
-        }
     }
 
     // `Projections::run`, beside which other processes compute what is offloaded to them.
@@ -393,12 +360,7 @@ class Decoder final : public AnyDecoder {
     RowOps<T> row_ops_;
     Merge<T> merge_;
     Offloader<T> offloader_;
-    GatedDelta delta_;
-    ShortConv short_conv_;
-    Mamba2 mamba_;
-    RgLru rg_lru_;
-    SelectiveScan selective_scan_;
-    HeadedScan headed_scan_;
+    Mixers<T> mixers_;
     Sampling sampling_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<X> normed_;  // rows of the last norm
@@ -406,5 +368,14 @@ class Decoder final : public AnyDecoder {
     int vocab_ = m_.vocab;
     std::chrono::nanoseconds patience_{};  // that is left in the step
 };
+
+// A decoder of a model of T.
+template <class T>
+AnyDecoder* decoder_of(const ModelDesc& model, int threads) {
+    return new Decoder<T>(model, threads);
+}
+
+CHORUS_UNIT_DECODER_FLOAT AnyDecoder* decoder_of<float>(const ModelDesc&, int);
+CHORUS_UNIT_DECODER_BF16 AnyDecoder* decoder_of<bf16>(const ModelDesc&, int);
 
 }  // namespace chorus

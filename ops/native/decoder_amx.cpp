@@ -5,10 +5,10 @@
 #include "supported.h"
 
 namespace chorus {
-static bool tiles_work();
+[[maybe_unused]] static bool tiles_work();
 
 // Linux saves tiles for a process that asked for it: ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA.
-static bool permitted() { return !syscall(SYS_arch_prctl, 0x1023, 18); }
+[[maybe_unused]] static bool permitted() { return !syscall(SYS_arch_prctl, 0x1023, 18); }
 }  // namespace chorus
 
 CHORUS_SUPPORTED(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

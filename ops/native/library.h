@@ -11,6 +11,7 @@
 #include "team/rates.h"
 #include "supported.h"
 
+#ifdef CHORUS_LIBRARY
 using namespace chorus;
 
 // run(zero): with a zero of the type that the library computes an element type in.
@@ -33,7 +34,7 @@ CHORUS_API const Field* chorus_layout(int64_t* count) {
 //   model    copied, but not what it points to
 //   threads  of its team, the caller's included
 CHORUS_API AnyDecoder* chorus_decoder_create(Element element, const ModelDesc* model, int threads) {
-    return with_type(element, [&](auto zero) -> AnyDecoder* { return new Decoder<decltype(zero)>(*model, threads); });
+    return with_type(element, [&](auto zero) { return decoder_of<decltype(zero)>(*model, threads); });
 }
 
 // Compute a step; see AnyDecoder, as of the functions below.
@@ -133,7 +134,7 @@ CHORUS_API double chorus_update_rate(int threads, char* memory, int64_t bytes) {
 //   times    that it is computed; the states go on
 CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times) {
     Team team(threads);
-    return run_delta(team, threads, *desc, times);
+    return run_delta<float>(team, threads, *desc, times);
 }
 
 // The team that the calling thread keeps.
@@ -268,3 +269,4 @@ CHORUS_API int chorus_rows_next(FileRows* rows, void* out, ReadFault* fault) { r
 CHORUS_API const char* chorus_rows_at(FileRows* rows, int64_t start, int64_t bytes) { return rows->at(start, bytes); }
 CHORUS_API void chorus_rows_close(FileRows* rows) { delete rows; }
 }
+#endif

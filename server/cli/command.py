@@ -205,8 +205,12 @@ def _serve_settings(arguments: argparse.Namespace) -> Settings:
     settings = _read_settings(arguments)
     check_model(settings)
     check_access(settings)
-    tell(f"chorus {VERSION}: starting {settings.base_name}; this may take a while")
+    _tell_start(settings)
     return settings
+
+
+def _tell_start(settings: Settings) -> None:
+    tell(f"chorus {VERSION}: starting {settings.base_name}; this may take a while")
 
 
 # --- cluster ---
@@ -318,6 +322,8 @@ def _demo(arguments: argparse.Namespace) -> int:
             raise UsageError("chorus demo: error: --check and --skew can't be combined; leave one out")
         if settings.mode_policy == "manual":
             settings = settings.model_copy(update={"mode_policy": "fastest"})
+    check_model(settings)
+    _tell_start(settings)
     from ..demo.run import run_demo
 
     return run_demo(settings, inputs=arguments.inputs, check=arguments.check, skew=arguments.skew)

@@ -9,6 +9,7 @@
 #include "ranks/ranks.h"
 #include "program/registers.h"
 #include "team/shares.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -36,10 +37,7 @@ class Attention {
     }
 
     // Run a layer's attention. Called by every thread of the team alike.
-    void run(Team::Member& me, const StepDesc& step, const AttendOp& op) {
-        if (m_.float8_kv) attend<Float8<X>>(step, me, op);
-        else attend<T>(step, me, op);
-    }
+    void run(Team::Member& me, const StepDesc& step, const AttendOp& op);
 
    private:
     // Units of work of attention of some heads.
@@ -287,5 +285,14 @@ class Attention {
     Ranks* ranks_ = nullptr;
     bool decode_ = false;
 };
+
+template <class T>
+void Attention<T>::run(Team::Member& me, const StepDesc& step, const AttendOp& op) {
+    if (m_.float8_kv) attend<Float8<X>>(step, me, op);
+    else attend<T>(step, me, op);
+}
+
+CHORUS_UNIT_ATTENTION_FLOAT void Attention<float>::run(Team::Member&, const StepDesc&, const AttendOp&);
+CHORUS_UNIT_ATTENTION_BF16 void Attention<bf16>::run(Team::Member&, const StepDesc&, const AttendOp&);
 
 }  // namespace chorus

@@ -10,6 +10,7 @@
 #include <vector>
 #include "attention/latent_attention.h"
 #include "program/registers.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -45,22 +46,7 @@ class Chooser {
     }
 
     // Choose for each token that sees more than it may attend to. Called by every thread of the team alike.
-    void run(Team::Member& me, const StepDesc& step, const ChooseOp& op) {
-        if (longest_ <= op.top_k) return;
-        const int most = longest_ / std::max(1, op.pool), parts = (most + kPart - 1) / kPart;
-        for (int begin = 0; begin < step.tokens; begin += block_) {
-            const int tokens = std::min(block_, step.tokens - begin);
-            team_.each(me, tokens * parts, [&](int i) {
-                const int token = begin + i / parts, first = i % parts * kPart;
-                const int count = visible(step, token) / std::max(1, op.pool);
-                if (visible(step, token) > op.top_k && first < count)
-                    score(step, op, token, first, std::min(count, first + kPart), scores_of(i / parts), me.thread);
-            });
-            each_part(team_, me, tokens, [&](int i, bool) {
-                if (visible(step, begin + i) > op.top_k) choose(step, op, begin + i, scores_of(i), me.thread);
-            });
-        }
-    }
+    void run(Team::Member& me, const StepDesc& step, const ChooseOp& op);
 
    private:
     static constexpr long kMostScores = 1 << 22;  // that are kept at once
@@ -225,5 +211,26 @@ class Chooser {
     long stride_ = 0;
     int kinds_ = 0, longest_ = 0, block_ = 1;
 };
+
+template <class T>
+void Chooser<T>::run(Team::Member& me, const StepDesc& step, const ChooseOp& op) {
+    if (longest_ <= op.top_k) return;
+    const int most = longest_ / std::max(1, op.pool), parts = (most + kPart - 1) / kPart;
+    for (int begin = 0; begin < step.tokens; begin += block_) {
+        const int tokens = std::min(block_, step.tokens - begin);
+        team_.each(me, tokens * parts, [&](int i) {
+            const int token = begin + i / parts, first = i % parts * kPart;
+            const int count = visible(step, token) / std::max(1, op.pool);
+            if (visible(step, token) > op.top_k && first < count)
+                score(step, op, token, first, std::min(count, first + kPart), scores_of(i / parts), me.thread);
+        });
+        each_part(team_, me, tokens, [&](int i, bool) {
+            if (visible(step, begin + i) > op.top_k) choose(step, op, begin + i, scores_of(i), me.thread);
+        });
+    }
+}
+
+CHORUS_UNIT_ATTENTION_FLOAT void Chooser<float>::run(Team::Member&, const StepDesc&, const ChooseOp&);
+CHORUS_UNIT_ATTENTION_BF16 void Chooser<bf16>::run(Team::Member&, const StepDesc&, const ChooseOp&);
 
 }  // namespace chorus

@@ -15,6 +15,7 @@
 #include "lora/sgmv.h"
 #include "team/shares.h"
 #include "lora/vectors.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -97,43 +98,7 @@ class LatentsPart {
     //   op   the layer
     //   q    [tokens, heads · (key + rotated)]: neither rotated nor scaled
     //   out  [tokens, heads · value]
-    void attend(Team::Member& me, const StepDesc& step, const LatentAttendOp& op, Rows<const float> q, Rows<X> out) {
-        const LatentDesc& w = op.latent;
-        const int layer = op.layer;
-        const PagedCache<T> cache{arena_.data + w.plane,
-                                  arena_.data + w.plane,
-                                  arena_.page_elems,
-                                  block_tokens_,
-                                  page_groups_,
-                                  1,
-                                  w.dim(),
-                                  w.dim() + w.behind,
-                                  w.heads,
-                                  w.scale,
-                                  1,
-                                  0,
-                                  w.window,
-                                  false,
-                                  w.sinks,
-                                  nullptr};
-        const Plan& plan = plans_[plan_of(w)];
-        for (size_t b = 0; b < plan.size(); b++) {
-            const int begin = b * kBlock, end = std::min(step.tokens, begin + kBlock);
-            const Rows<X> queries = rows_of(queries_, w.dim()).from(-begin * w.heads);
-            const Rows<X> latents = rows_of(latents_, w.kv_rank).from(-begin * w.heads);
-            each_unit(me, w.heads, begin, end, w.kv_rank,
-                      [&](const Unit& unit, bool more) { absorb(me, step, w, layer, unit, q, queries, more); });
-            plan[b].each(team_, me, [&](const LatentUnit& unit, const LatentUnit*) {
-                const KvRow row{step.page_table + unit.row * step.table_stride + w.page_group, step.kv_lens[unit.row]};
-                each_list(step, op, cache, unit, row, [&](const LatentUnit& part, const KeyList& list) {
-                    attend_latents<T>(cache, w.kv_rank, part, queries, latents, row, step.qo_indptr[unit.row + 1],
-                                      scratch_[me.thread].attention, list);
-                });
-            });
-            each_unit(me, w.heads, begin, end, w.value,
-                      [&](const Unit& unit, bool more) { expand(me, step, w, layer, unit, latents, out, more); });
-        }
-    }
+    void attend(Team::Member& me, const StepDesc& step, const LatentAttendOp& op, Rows<const float> q, Rows<X> out);
 
    private:
     static constexpr int kBlock = 512;  // tokens whose queries are in the latents' space at once
@@ -354,5 +319,50 @@ class LatentsPart {
     long ldh_ = 2;
     bool has_lora_ = false, undoes_ = false;  // some adapter of the step may change kv_b_proj; one's vectors are undone
 };
+
+template <class T>
+void LatentsPart<T>::attend(Team::Member& me, const StepDesc& step, const LatentAttendOp& op, Rows<const float> q,
+                            Rows<X> out) {
+    const LatentDesc& w = op.latent;
+    const int layer = op.layer;
+    const PagedCache<T> cache{arena_.data + w.plane,
+                              arena_.data + w.plane,
+                              arena_.page_elems,
+                              block_tokens_,
+                              page_groups_,
+                              1,
+                              w.dim(),
+                              w.dim() + w.behind,
+                              w.heads,
+                              w.scale,
+                              1,
+                              0,
+                              w.window,
+                              false,
+                              w.sinks,
+                              nullptr};
+    const Plan& plan = plans_[plan_of(w)];
+    for (size_t b = 0; b < plan.size(); b++) {
+        const int begin = b * kBlock, end = std::min(step.tokens, begin + kBlock);
+        const Rows<X> queries = rows_of(queries_, w.dim()).from(-begin * w.heads);
+        const Rows<X> latents = rows_of(latents_, w.kv_rank).from(-begin * w.heads);
+        each_unit(me, w.heads, begin, end, w.kv_rank,
+                  [&](const Unit& unit, bool more) { absorb(me, step, w, layer, unit, q, queries, more); });
+        plan[b].each(team_, me, [&](const LatentUnit& unit, const LatentUnit*) {
+            const KvRow row{step.page_table + unit.row * step.table_stride + w.page_group, step.kv_lens[unit.row]};
+            each_list(step, op, cache, unit, row, [&](const LatentUnit& part, const KeyList& list) {
+                attend_latents<T>(cache, w.kv_rank, part, queries, latents, row, step.qo_indptr[unit.row + 1],
+                                  scratch_[me.thread].attention, list);
+            });
+        });
+        each_unit(me, w.heads, begin, end, w.value,
+                  [&](const Unit& unit, bool more) { expand(me, step, w, layer, unit, latents, out, more); });
+    }
+}
+
+CHORUS_UNIT_ATTENTION_FLOAT void LatentsPart<float>::attend(Team::Member&, const StepDesc&, const LatentAttendOp&,
+                                                            Rows<const float>, Rows<Act<float>>);
+CHORUS_UNIT_ATTENTION_BF16 void LatentsPart<bf16>::attend(Team::Member&, const StepDesc&, const LatentAttendOp&,
+                                                          Rows<const float>, Rows<Act<bf16>>);
 
 }  // namespace chorus

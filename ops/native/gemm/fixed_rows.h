@@ -25,14 +25,14 @@ struct Whole31 {
     static constexpr int parts = 2;
 };
 // Of at most 8 bits. Where the level has no products of bytes they are stored in 16: products are the same.
-struct Whole8 {
 #ifdef CHORUS_MAC8
+struct Whole8 {
     using Part = int8_t;
-#else
-    using Part = int16_t;
-#endif
     static constexpr int parts = 1;
 };
+#else
+using Whole8 = Whole16;
+#endif
 // Where values are not in 8 bits.
 template <class T> using Fine = std::conditional_t<sizeof(T) == 2, Whole16, Whole31>;
 

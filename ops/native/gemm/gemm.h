@@ -6,6 +6,7 @@
 #include <algorithm>
 #include "gemm/operands.h"
 #include "simd/simd.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -156,8 +157,8 @@ inline void fetch_outputs(Rows<float> y, int rows) {
 //   extra  added as well; null: none
 //   more   the panel behind this one comes next, and is fetched meanwhile
 template <class T>
-inline void panel_gemm(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs out, const Extra<Act<T>>* extra = nullptr,
-                       bool more = false) {
+void panel_gemm(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs out, const Extra<Act<T>>* extra = nullptr,
+                bool more = false) {
     constexpr int pair = Kind<T>::pair;
     constexpr long word = kPanel * pair * sizeof(T);
     Extra<Act<T>> here{};
@@ -178,5 +179,9 @@ inline void panel_gemm(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs out, 
         rows -= height, x = x.from(height), out = out.from(height), here.x = here.x.from(height);
     }
 }
+
+CHORUS_UNIT_PRODUCTS void panel_gemm<float>(Rows<const float>, int, Panel<float>, Outputs, const Extra<float>*, bool);
+CHORUS_UNIT_PRODUCTS void panel_gemm<bf16>(Rows<const Act<bf16>>, int, Panel<bf16>, Outputs, const Extra<Act<bf16>>*,
+                                           bool);
 
 }  // namespace chorus

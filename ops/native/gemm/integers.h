@@ -10,6 +10,7 @@
 #include <numeric>
 #include "gemm/fixed_rows.h"
 #include "gemm/gemm.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -118,9 +119,9 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
     const uint8_t* panel = w.data;
     for (int b = 0, first = 0; first < w.k; b++, first += block) {
         Words sums[parts * tile * chains];  // of a part, a row and half a panel: `chains` each
-        each<parts * tile * chains>([&](auto number) CHORUS_INLINED {
-            constexpr int c = number() % chains, i = number() / chains % tile, p = number() / (chains * tile);
-            sums[number()] = c ? words(0) : words((uint32_t)x.starts[i / HALVES][p * x.blocks + b]);
+        each<parts * tile * chains>([&](int number) CHORUS_INLINED {
+            const int c = number % chains, i = number / chains % tile, p = number / (chains * tile);
+            sums[number] = c ? words(0) : words((uint32_t)x.starts[i / HALVES][p * x.blocks + b]);
         });
         const char *at = x.values.data + first * part_bytes, *end = at + std::min(block, w.k - first) * part_bytes;
         for (; at < end; at += S::inputs * part_bytes, panel += word) {
@@ -132,42 +133,41 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
                 ahead.at += ahead.step;
             }
             Words weights[HALVES];
-            each<HALVES>([&](auto h) CHORUS_INLINED { weights[h()] = load_words(panel + h() * kLanes * 4); });
+            each<HALVES>([&](int h) CHORUS_INLINED { weights[h] = load_words(panel + h * kLanes * 4); });
             each<Steps::count>([&](auto q) CHORUS_INLINED {
                 Words some[HALVES];
-                each<HALVES>([&](auto h) CHORUS_INLINED { some[h()] = Steps::template weights<q()>(weights[h()]); });
-                each<parts * ROWS>([&](auto number) CHORUS_INLINED {
-                    constexpr int r = number() % ROWS, p = number() / ROWS;
+                each<HALVES>([&](int h) CHORUS_INLINED { some[h] = Steps::template weights<q()>(weights[h]); });
+                each<parts * ROWS>([&](int number) CHORUS_INLINED {
+                    const int r = number % ROWS, p = number / ROWS;
                     const Words values = broadcast_word(rows.of(at + p * x.plane, r) + 4 * q());
-                    each<HALVES>([&](auto h) CHORUS_INLINED {
-                        Words& sum = sums[(p * tile + r * HALVES + h()) * chains + q() % chains];
-                        sum = Steps::add(sum, some[h()], values);
+                    each<HALVES>([&](int h) CHORUS_INLINED {
+                        Words& sum = sums[(p * tile + r * HALVES + h) * chains + q() % chains];
+                        sum = Steps::add(sum, some[h], values);
                     });
                 });
             });
         }
-        each<parts * tile * chains>([&](auto i) CHORUS_INLINED { in_register(sums[i()]); });
+        each<parts * tile * chains>([&](int i) CHORUS_INLINED { in_register(sums[i]); });
         const long group = (long)(first / w.group) * kPanel;
         Floats scales[HALVES];
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++) scales[h] = load16(w.scales + group + h * kLanes);
         const auto add_block = [&](auto has_zeros) CHORUS_INLINED {
-            each<tile>([&](auto i) CHORUS_INLINED {
-                constexpr int r = i() / HALVES, h = i() % HALVES;
+            each<tile>([&](int i) CHORUS_INLINED {
+                const int r = i / HALVES, h = i % HALVES;
                 Floats all = floats(0), inputs = floats(0);
-                each<parts>([&](auto p) CHORUS_INLINED {
-                    Words sum = sums[(p() * tile + i()) * chains];
-                    each<chains - 1>([&](auto c)
-                                         CHORUS_INLINED { sum = sum + sums[(p() * tile + i()) * chains + c() + 1]; });
+                each<parts>([&](int p) CHORUS_INLINED {
+                    Words sum = sums[(p * tile + i) * chains];
+                    each<chains - 1>([&](int c) CHORUS_INLINED { sum = sum + sums[(p * tile + i) * chains + c + 1]; });
                     const Floats own = from_ints(sum);
-                    all = p() ? fma(all, floats(1 << kPartBits), own) : own;
+                    all = p ? fma(all, floats(1 << kPartBits), own) : own;
                     if constexpr (has_zeros()) {
-                        const Floats x_own = floats((float)x.sums[r][p() * x.blocks + b]);
-                        inputs = p() ? fma(inputs, floats(1 << kPartBits), x_own) : x_own;
+                        const Floats x_own = floats((float)x.sums[r][p * x.blocks + b]);
+                        inputs = p ? fma(inputs, floats(1 << kPartBits), x_own) : x_own;
                     }
                 });
                 if constexpr (has_zeros()) all = fnma(load16(w.zeros + group + h * kLanes), inputs, all);
-                float* to = acc + i() * kLanes;
+                float* to = acc + i * kLanes;
                 store16(to, fma(all * floats(x.factors[r][b]), scales[h], load16(to)));
             });
         };
@@ -203,7 +203,7 @@ inline void integers_gemm_of(FixedRows x, int rows, const IntegerPanel& w, Outpu
 }
 
 template <class F>
-inline void integers_gemm_as(const FixedRows& x, int rows, const IntegerPanel& w, const Outputs& out, bool more) {
+void integers_gemm_as(const FixedRows& x, int rows, const IntegerPanel& w, const Outputs& out, bool more) {
     if (w.bits == 4) integers_gemm_of<F, 4>(x, rows, w, out, more);
     else integers_gemm_of<F, 8>(x, rows, w, out, more);
 }
@@ -225,5 +225,11 @@ inline void widen_panel(const IntegerPanel& w, float* out) {
     if (w.bits == 4) widen_panel_of<4>(w, out);
     else widen_panel_of<8>(w, out);
 }
+
+#ifdef CHORUS_MAC8
+CHORUS_UNIT_PRODUCTS void integers_gemm_as<Whole8>(const FixedRows&, int, const IntegerPanel&, const Outputs&, bool);
+#endif
+CHORUS_UNIT_PRODUCTS void integers_gemm_as<Whole16>(const FixedRows&, int, const IntegerPanel&, const Outputs&, bool);
+CHORUS_UNIT_PRODUCTS void integers_gemm_as<Whole31>(const FixedRows&, int, const IntegerPanel&, const Outputs&, bool);
 
 }  // namespace chorus

@@ -7,6 +7,7 @@
 #include "elementwise/elementwise.h"
 #include "gemm/gemm_units.h"
 #include "team/shares.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -97,5 +98,10 @@ void multiply_each(Team& team, int count, const int64_t* ends, const void* const
         gemms.run(team, me);
     });
 }
+
+CHORUS_UNIT_MIXTURE void multiply_each<float>(Team&, int, const int64_t*, const void* const*, const Integers*,
+                                              const float* const*, int, int, const float*, float*);
+CHORUS_UNIT_MIXTURE void multiply_each<bf16>(Team&, int, const int64_t*, const void* const*, const Integers*,
+                                             const float* const*, int, int, const float*, float*);
 
 }  // namespace chorus

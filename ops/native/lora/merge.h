@@ -11,6 +11,7 @@
 #include "program/descriptors.h"
 #include "team/pool.h"
 #include "lora/vectors.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -61,20 +62,7 @@ class Merge {
     //   arena     with the adapters
     //   returns   the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
     //             changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
-    float run(const MergeDesc& desc, const GemmShapes& shapes, const Arena<T>& arena) {
-        const Task task{desc, shapes.targets(desc.shape), arena, shapes.inputs(desc.shape), shapes.outputs(desc.shape)};
-        for (auto& scratch : scratch_) {
-            grow(scratch.parts, desc.count * task.group.size());
-            for (Part& part : scratch.parts) part.ready = false;
-            scratch.growth = 0;
-        }
-        const int panels = (task.outputs + kPanel - 1) / kPanel;
-        team_.run(
-            [&](Team::Member& me) { team_.each(me, panels, [&](int p) { panel(task, scratch_[me.thread], p); }); });
-        float growth = 0;
-        for (const auto& scratch : scratch_) growth = std::max(growth, scratch.growth);
-        return std::sqrt(growth);
-    }
+    float run(const MergeDesc& desc, const GemmShapes& shapes, const Arena<T>& arena);
 
    private:
     struct Task {
@@ -238,5 +226,23 @@ class Merge {
     Team& team_;
     std::vector<Scratch> scratch_;
 };
+
+template <class T>
+float Merge<T>::run(const MergeDesc& desc, const GemmShapes& shapes, const Arena<T>& arena) {
+    const Task task{desc, shapes.targets(desc.shape), arena, shapes.inputs(desc.shape), shapes.outputs(desc.shape)};
+    for (auto& scratch : scratch_) {
+        grow(scratch.parts, desc.count * task.group.size());
+        for (Part& part : scratch.parts) part.ready = false;
+        scratch.growth = 0;
+    }
+    const int panels = (task.outputs + kPanel - 1) / kPanel;
+    team_.run([&](Team::Member& me) { team_.each(me, panels, [&](int p) { panel(task, scratch_[me.thread], p); }); });
+    float growth = 0;
+    for (const auto& scratch : scratch_) growth = std::max(growth, scratch.growth);
+    return std::sqrt(growth);
+}
+
+CHORUS_UNIT_LIBRARY float Merge<float>::run(const MergeDesc&, const GemmShapes&, const Arena<float>&);
+CHORUS_UNIT_LIBRARY float Merge<bf16>::run(const MergeDesc&, const GemmShapes&, const Arena<bf16>&);
 
 }  // namespace chorus

@@ -6,6 +6,7 @@
 // A rank-row is read once per step for a segment of few tokens: the bytes are the adapter's own, no padding.
 #pragma once
 #include "lora/adapters.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -79,8 +80,8 @@ CHORUS_INLINE void dots_ranks(Rows<const Act<T>> x, const RankRows& at, const T*
 //   own    memory of the thread
 //   next   rows of A that the thread reads next
 template <class T>
-inline void shrink(const Arena<T>& arena, const RankRows& a, const LoraUnit& unit, Rows<const Act<T>> x, Rows<Act<T>> h,
-                   LoraScratch<T>& own, const RankRows& next) {
+void shrink(const Arena<T>& arena, const RankRows& a, const LoraUnit& unit, Rows<const Act<T>> x, Rows<Act<T>> h,
+            LoraScratch<T>& own, const RankRows& next) {
     const T* rows[kRankChunk + kAhead];
     arena.locate(a, rows, own.spare.data(), a.columns);
     upcoming_rows(arena, next, kAhead, rows + a.count);
@@ -277,8 +278,8 @@ inline Extra<Act<T>> expand_panel(const Arena<T>& arena, const RankRows& b, cons
 //   own    memory of the thread
 //   next   rows of Bᵀ that the thread reads next
 template <class T>
-inline void expand(const Arena<T>& arena, const RankRows& b, const LoraUnit& unit, Rows<const Act<T>> h, Rows<float> y,
-                   LoraScratch<T>& own, const RankRows& next) {
+void expand(const Arena<T>& arena, const RankRows& b, const LoraUnit& unit, Rows<const Act<T>> h, Rows<float> y,
+            LoraScratch<T>& own, const RankRows& next) {
     const int rank = b.count;
     const T** rows = own.rows.data();
     arena.locate(b, rows, own.spare.data(), kColumnChunk);
@@ -298,5 +299,14 @@ inline void expand(const Arena<T>& arena, const RankRows& b, const LoraUnit& uni
         panel_gemm<Act<T>>(h, unit.tokens, panel, {y.from(0, c), columns, true, nullptr});
     }
 }
+
+CHORUS_UNIT_LIBRARY void shrink<float>(const Arena<float>&, const RankRows&, const LoraUnit&, Rows<const Act<float>>,
+                                       Rows<Act<float>>, LoraScratch<float>&, const RankRows&);
+CHORUS_UNIT_LIBRARY void expand<float>(const Arena<float>&, const RankRows&, const LoraUnit&, Rows<const Act<float>>,
+                                       Rows<float>, LoraScratch<float>&, const RankRows&);
+CHORUS_UNIT_LIBRARY void shrink<bf16>(const Arena<bf16>&, const RankRows&, const LoraUnit&, Rows<const Act<bf16>>,
+                                      Rows<Act<bf16>>, LoraScratch<bf16>&, const RankRows&);
+CHORUS_UNIT_LIBRARY void expand<bf16>(const Arena<bf16>&, const RankRows&, const LoraUnit&, Rows<const Act<bf16>>,
+                                      Rows<float>, LoraScratch<bf16>&, const RankRows&);
 
 }  // namespace chorus

@@ -13,6 +13,7 @@
 #include "team/buffer.h"
 #include "elementwise/elementwise.h"
 #include "team/shares.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -462,12 +463,13 @@ struct PlainStates {
     }
 };
 
-// Run a layer several times, and return the seconds of one.
-inline double run_delta(Team& team, int threads, const DeltaDesc& desc, int times) {
+// Run a layer several times, with outputs of T, and return the seconds of one.
+template <class T>
+double run_delta(Team& team, int threads, const DeltaDesc& desc, int times) {
     GatedDelta delta(desc.shape);
     delta.plan(desc.qo_indptr[desc.rows] + desc.accepted[desc.rows], desc.most_drafts > 0, threads);
     const Rows<const float> mixed{desc.mixed, desc.shape.in_size()};
-    const Rows<float> out{desc.out, desc.shape.v_size()};
+    const Rows<T> out{desc.out, desc.shape.v_size()};
     team.run([](Team::Member&) {});  // they are awake
     const auto began = std::chrono::steady_clock::now();
     for (int i = 0; i < times; i++)
@@ -477,5 +479,7 @@ inline double run_delta(Team& team, int threads, const DeltaDesc& desc, int time
         });
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() / times;
 }
+
+CHORUS_UNIT_MIXERS double run_delta<float>(Team&, int, const DeltaDesc&, int);
 
 }  // namespace chorus

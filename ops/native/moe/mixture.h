@@ -19,6 +19,7 @@
 #include "moe/router.h"
 #include "team/shares.h"
 #include "elementwise/ungated.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -166,44 +167,10 @@ class Mixture {
           shared_rows_(m.shared_size ? step.rows : 0) {}
 
     // Compute what `add_up` adds up. Called by every thread of the team alike, but not first: see Decoder::walk.
-    void run(Team& team, Team::Member& me) {
-        Own& own = memory_.own[me.thread];
-        route(team, me, own);
-        const auto source = [&](bool of_experts) {
-            return [&, of_experts](int i, float* out) {
-                convert(x_[of_experts ? own.gathered.row[i] : i], m_.hidden, out);
-            };
-        };
-        if (fuses()) run_gated(team, me, own);
-        else
-            run_gemm(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
-                     {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
-                     {source(true), source(false)},
-                     [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
-        const auto hidden = [&](bool of_experts) {
-            return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
-        };
-        run_gemm(team, me, own, {m_.down, m_.shared_down, m_.size, m_.shared_size, outputs(), shared_outputs()},
-                 {m_.hidden, m_.hidden}, {kExpertDown, kSharedDown}, {hidden(true), hidden(false)},
-                 [&](int first, int rows, bool shared) { return activated(own, first, rows, shared); });
-    }
+    void run(Team& team, Team::Member& me);
 
     // Write a row of what `run` has computed: [hidden]. thread: that calls it
-    void add_up(int row, int thread, float* out) const {
-        const int* place = memory_.own[thread].gathered.place.data() + (long)row * per_token_;
-        const float* weights = step_.weights + (long)row * per_token_;
-        const float factor = m_.shared_gate ? 1.0f / (1.0f + std::exp(-memory_.shared_gates[row])) : 1.0f;
-        const auto source = [&](int i) { return place[i] < 0 ? wide()[row] : outputs()[place[i]]; };
-        if (m_.out_norm)
-            for (int i = 0; i < per_token_; i++) normalise(outputs()[place[i]]);
-        for (int c = 0; c < m_.hidden; c += kLanes) {
-            const Head here = head(m_.hidden - c);
-            Floats sum = per_token_ ? load16(source(0) + c, here) * weight(weights[0]) : floats(0);
-            for (int i = 1; i < per_token_; i++) sum = sum + load16(source(i) + c, here) * weight(weights[i]);
-            if (m_.shared_size) sum = sum + load16(shared_outputs()[row] + c, here) * floats(factor);
-            store16(out + c, sum, here);
-        }
-    }
+    void add_up(int row, int thread, float* out) const;
 
    private:
     // An expert's output y of a row becomes the norm of out_norm · y, without weights of its own.
@@ -418,6 +385,45 @@ class Mixture {
     const int per_token_, shared_rows_;
 };
 
+template <class T>
+void Mixture<T>::run(Team& team, Team::Member& me) {
+    Own& own = memory_.own[me.thread];
+    route(team, me, own);
+    const auto source = [&](bool of_experts) {
+        return
+            [&, of_experts](int i, float* out) { convert(x_[of_experts ? own.gathered.row[i] : i], m_.hidden, out); };
+    };
+    if (fuses()) run_gated(team, me, own);
+    else
+        run_gemm(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
+                 {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
+                 {source(true), source(false)},
+                 [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
+    const auto hidden = [&](bool of_experts) {
+        return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
+    };
+    run_gemm(team, me, own, {m_.down, m_.shared_down, m_.size, m_.shared_size, outputs(), shared_outputs()},
+             {m_.hidden, m_.hidden}, {kExpertDown, kSharedDown}, {hidden(true), hidden(false)},
+             [&](int first, int rows, bool shared) { return activated(own, first, rows, shared); });
+}
+
+template <class T>
+void Mixture<T>::add_up(int row, int thread, float* out) const {
+    const int* place = memory_.own[thread].gathered.place.data() + (long)row * per_token_;
+    const float* weights = step_.weights + (long)row * per_token_;
+    const float factor = m_.shared_gate ? 1.0f / (1.0f + std::exp(-memory_.shared_gates[row])) : 1.0f;
+    const auto source = [&](int i) { return place[i] < 0 ? wide()[row] : outputs()[place[i]]; };
+    if (m_.out_norm)
+        for (int i = 0; i < per_token_; i++) normalise(outputs()[place[i]]);
+    for (int c = 0; c < m_.hidden; c += kLanes) {
+        const Head here = head(m_.hidden - c);
+        Floats sum = per_token_ ? load16(source(0) + c, here) * weight(weights[0]) : floats(0);
+        for (int i = 1; i < per_token_; i++) sum = sum + load16(source(i) + c, here) * weight(weights[i]);
+        if (m_.shared_size) sum = sum + load16(shared_outputs()[row] + c, here) * floats(factor);
+        store16(out + c, sum, here);
+    }
+}
+
 // Compute a layer's mixture for the rows of a step.
 //
 //   m     the layer
@@ -440,5 +446,12 @@ void mix(Team& team, const MixtureDesc& m, const MixtureStepDesc& step, AnyMixtu
         each_part(team, me, step.rows, [&](int r, bool) { mixture.add_up(r, me.thread, step.y + (long)r * m.hidden); });
     });
 }
+
+CHORUS_UNIT_MIXTURE void Mixture<float>::run(Team&, Team::Member&);
+CHORUS_UNIT_MIXTURE void Mixture<float>::add_up(int, int, float*) const;
+CHORUS_UNIT_MIXTURE void mix<float>(Team&, const MixtureDesc&, const MixtureStepDesc&, AnyMixtureLora*);
+CHORUS_UNIT_MIXTURE void Mixture<bf16>::run(Team&, Team::Member&);
+CHORUS_UNIT_MIXTURE void Mixture<bf16>::add_up(int, int, float*) const;
+CHORUS_UNIT_MIXTURE void mix<bf16>(Team&, const MixtureDesc&, const MixtureStepDesc&, AnyMixtureLora*);
 
 }  // namespace chorus

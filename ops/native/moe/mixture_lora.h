@@ -9,6 +9,7 @@
 #include "elementwise/elementwise.h"
 #include "lora/sgmv.h"
 #include "team/shares.h"
+#include "units.h"
 
 namespace chorus {
 
@@ -283,5 +284,8 @@ class MixtureLora final : public AnyMixtureLora {
     long ldh_ = 0;
     std::vector<Own> own_;
 };
+
+CHORUS_UNIT_MIXTURE class MixtureLora<float>;
+CHORUS_UNIT_MIXTURE class MixtureLora<bf16>;
 
 }  // namespace chorus

@@ -50,10 +50,10 @@ def matrices_of(layers) -> list:
     return [each for own in found for each in (*own.gate_up, *own.down)]
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("family", "form"), [("gpt-oss", "mxfp4"), ("glm-4-moe", "int8")])
-def test_at_every_level(drive, monkeypatch, family, form, isa):
-    monkeypatch.setenv(native_library.ISA, isa)
+def test_at_every_level(drive, monkeypatch, family, form, level):
+    monkeypatch.setenv(native_library.ISA, level)
     it = quantised_mixture(family, form)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, tensor_parallel_size=1, **it.options)
     want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))

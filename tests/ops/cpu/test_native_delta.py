@@ -106,7 +106,7 @@ def test_what_is_in_a_new_sequences_memory_does_not_matter(layer, level, length)
         assert_same(state, zeros)
 
 
-@pytest.mark.skipif(len(native_library.levels()) < 2, reason="this processor has one level at most")
+@pytest.mark.skipif(len(native_library.levels()) < 2, reason="one level at most is built")
 def test_levels_give_the_same_bits(layer, monkeypatch):
     rows, state = layer.rows((50, 1, 1)), layer.state(3)
     found = []

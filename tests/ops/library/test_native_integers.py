@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_in_any_batch(level, dtype, bits, group, zeros, 
 
 
 @pytest.mark.native
-@pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has one level at most")
+@pytest.mark.skipif(len(LEVELS) < 2, reason="one level at most is built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "group", "zeros"), FORMS)
 @pytest.mark.parametrize(("input_bits", "block"), INPUTS[:2])

@@ -54,7 +54,25 @@ def test_a_level_that_is_not_there_is_refused_by_name(installed, monkeypatch, wa
     assert ("not one of amx, avx512bf16, avx512, avx2, neon, none" in str(error.value)) == (wanted == "sse2")
 
 
-@pytest.mark.skipif(len(native_library.levels()) < 2, reason="this processor has one level at most")
+def test_a_build_for_a_newer_processor_says_so_and_how_to_build_another(installed, monkeypatch, caplog):
+    """PyTorch's operators serve, and without a word only their slowness would tell."""
+    installed.clear()
+    native_library.warn_of_others()
+    assert not caplog.text, "without a compiler there is none, as the installation said"
+    assert native_library.why_unavailable(torch.float32) == "it is not built: install a C++ compiler, then Chorus again"
+    installed["avx512bf16"] = Library(False)
+    reason = native_library.why_unavailable(torch.float32)
+    native_library.warn_of_others()
+    assert reason is not None and f"the native library is not used: {reason}" in caplog.text
+    assert "built for avx512bf16, which this processor lacks" in reason and "CHORUS_BUILD_LEVELS=all" in reason
+    monkeypatch.setenv(native_library.ISA, "none")
+    caplog.clear()
+    native_library.warn_of_others()
+    assert not caplog.text, "nobody wants one"
+
+
+@pytest.mark.native
+@pytest.mark.skipif(len(native_library.levels()) < 2, reason="one level at most is built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(16))
 def test_levels_give_the_same_bits(monkeypatch, dtype, seed):

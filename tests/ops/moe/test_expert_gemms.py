@@ -16,7 +16,7 @@ from chorus.ops.library import native_library
 from chorus.ops.library.native_integers import IntegerPanels, pack_integers
 from chorus.ops.moe.expert_gemms import Panels, multiply_each, pack, unpack
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 LEVELS = native_library.levels()
 

@@ -14,6 +14,8 @@ from chorus.ops.library import native_library
 from chorus.ops.moe.expert_gemms import Panels, pack
 from chorus.ops.moe.native_mixture import NativeMixture
 
+pytestmark = pytest.mark.native
+
 LEVELS = native_library.levels()
 HIDDEN = 32
 SPEC = Experts(16, 40, Routing(3, renormalised=True), shared_size=24, shared_gate=True)

@@ -122,6 +122,13 @@ def test_mistakes_are_one_line(capsys, arguments, code, words):
     assert captured.err.count("\n") == 1 and words in captured.err
 
 
+def test_the_demo_says_that_it_starts_before_what_takes_seconds(monkeypatch, capsys):
+    monkeypatch.setattr("chorus.server.demo.run.run_demo", lambda *_, **__: print("served") or 0)
+    assert main(["demo"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "served\n" and "starting chorus-builtin; this may take a while" in captured.err
+
+
 def test_a_mistyped_flag_is_named_before_what_is_missing(capsys):
     assert main(["generate", "--promt", "x"]) == 2
     first, second = capsys.readouterr().err.splitlines()

@@ -27,7 +27,7 @@ from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import AdapterRows, Segments
 from chorus.ops.moe.expert_gemms import Matrix, pack, unpack
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.native(needed=False), pytest.mark.wide]
 
 HIDDEN = 32
 
