@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ....ops.cpu import gguf_blocks
 from ..config_json import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -173,13 +174,17 @@ class GgufFile:
 
     def _dequantised(self, name: str, data: np.ndarray) -> torch.Tensor:
         """Values of a tensor's rows as they are stored, in float32."""
-        from gguf import dequantize
+        from gguf import GGML_QUANT_SIZES, dequantize
 
         how = self.tensors[name].tensor_type
-        try:
-            values = torch.from_numpy(dequantize(data, how).astype("float32"))
-        except NotImplementedError as error:
-            raise UnsupportedModel(f"{self.path}: tensor {name} is stored as {how.name}: {error}") from None
-        if not bool(values.isfinite().all()):
+        if (found := gguf_blocks.dequantised(data, int(how), *GGML_QUANT_SIZES[how])) is not None:
+            values, finite = found
+        else:
+            try:
+                values = torch.from_numpy(dequantize(data, how).astype("float32"))
+            except NotImplementedError as error:
+                raise UnsupportedModel(f"{self.path}: tensor {name} is stored as {how.name}: {error}") from None
+            finite = bool(values.isfinite().all())
+        if not finite:
             raise UnsupportedModel(f"{self.path}: tensor {name} has values that are not finite numbers; {MEND}")
         return values
