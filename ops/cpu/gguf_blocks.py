@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def dequantised(stored: np.ndarray, kind: int, values: int, size: int) -> tuple[torch.Tensor, bool] | None:
-    """The numbers of rows as they are stored, `[..., columns]` float32, and whether all are finite: those of the package
-    gguf's `dequantize`, bit by bit. None: the native library is not in use, or does not have this format.
+    """The numbers of stored rows, `[..., columns]` float32, and whether all are finite: what the package gguf's
+    `dequantize` makes of them, bit by bit. None: the native library is not in use, or does not have this format.
 
     stored: bytes `[..., bytes]`. kind: ggml's number of the format, of whose blocks each has this many values, and this
     size in bytes.

@@ -18,7 +18,6 @@ from ..config_json import UnsupportedModel
 
 if TYPE_CHECKING:
     import numpy as np
-    from gguf import GGUFReader
 
 SUFFIX = ".gguf"
 
@@ -63,13 +62,13 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            from gguf import GGUFReader
+            from .gguf_header import Header
         except ImportError as error:
             raise UnsupportedModel(
                 f"{path}: the package gguf is needed ({error}); run: pip install 'chorus-lora[gguf]'"
             ) from error
         try:
-            self._reader: GGUFReader = GGUFReader(path)
+            self._reader = Header(path)
         except (
             OSError,
             ValueError,
