@@ -4,6 +4,7 @@
 #include "sampling/ban.h"
 #include "decoder.h"
 #include "files/file_rows.h"
+#include "files/gguf_blocks.h"
 #include "mixers/gated_delta.h"
 #include "program/layout.h"
 #include "moe/mixture.h"
@@ -154,6 +155,18 @@ CHORUS_API void chorus_multiply(int threads, Element element, int count, const i
     with_type(element, [&](auto zero) {
         multiply_each<decltype(zero)>(own_team(threads), count, ends, w, integers, bias, outputs, inputs, x, y);
     });
+}
+
+// Dequantise blocks of a GGUF file, on a team that the calling thread keeps; see gguf_blocks.h. Returns whether all
+// numbers are finite; -1 where the type is none of them.
+//
+//   threads  of the team, the caller's included
+//   type     ggml's number of the format
+//   blocks   [count]
+//   out      [count, numbers of a block] float32: written
+CHORUS_API int chorus_gguf_blocks(int threads, int type, const uint8_t* blocks, int64_t count, float* out) {
+    return dequantise_any<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS>(
+        own_team(threads), type, blocks, count, out);
 }
 
 // Compute a layer's mixture of experts, on a team that the calling thread keeps; see mix.

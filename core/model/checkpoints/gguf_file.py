@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ....ops.cpu import gguf_blocks
 from ..config_json import UnsupportedModel
 
 if TYPE_CHECKING:
     import numpy as np
-    from gguf import GGUFReader
 
 SUFFIX = ".gguf"
 
@@ -62,13 +62,13 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            from gguf import GGUFReader
+            from .gguf_header import Header
         except ImportError as error:
             raise UnsupportedModel(
                 f"{path}: the package gguf is needed ({error}); run: pip install 'chorus-lora[gguf]'"
             ) from error
         try:
-            self._reader: GGUFReader = GGUFReader(path)
+            self._reader = Header(path)
         except (
             OSError,
             ValueError,
@@ -173,13 +173,17 @@ class GgufFile:
 
     def _dequantised(self, name: str, data: np.ndarray) -> torch.Tensor:
         """Values of a tensor's rows as they are stored, in float32."""
-        from gguf import dequantize
+        from gguf import GGML_QUANT_SIZES, dequantize
 
         how = self.tensors[name].tensor_type
-        try:
-            values = torch.from_numpy(dequantize(data, how).astype("float32"))
-        except NotImplementedError as error:
-            raise UnsupportedModel(f"{self.path}: tensor {name} is stored as {how.name}: {error}") from None
-        if not bool(values.isfinite().all()):
+        if (found := gguf_blocks.dequantised(data, int(how), *GGML_QUANT_SIZES[how])) is not None:
+            values, finite = found
+        else:
+            try:
+                values = torch.from_numpy(dequantize(data, how).astype("float32"))
+            except NotImplementedError as error:
+                raise UnsupportedModel(f"{self.path}: tensor {name} is stored as {how.name}: {error}") from None
+            finite = bool(values.isfinite().all())
+        if not finite:
             raise UnsupportedModel(f"{self.path}: tensor {name} has values that are not finite numbers; {MEND}")
         return values
