@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-gguf = pytest.importorskip("gguf")
 from chorus.core.model.checkpoints.gguf_file import GgufFile
 from chorus.core.model.specs.config import UnsupportedModel
+
+gguf = pytest.importorskip("gguf")
 
 TOKENS = [*(f"token {number}" for number in range(300)), "", "ä"]
 
 
 def write(path: Path, endian: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE) -> GgufFile:
-    writer = gguf.GGUFWriter(path, "llama", endianess=endian)
+    writer = gguf.GGUFWriter(path, "llama", False, endian)
     writer.add_array("texts", TOKENS)
     writer.add_array("kinds", [*range(302)])
     writer.add_array("scores", [0.5, -1.25])
@@ -48,5 +49,5 @@ def test_an_array_that_goes_beyond_the_file_is_refused(tmp_path, name, after, va
     at = data.index(name.encode()) + len(name) + after
     data[at : at + 4] = [value] * 4
     path.write_bytes(data)
-    with pytest.raises(UnsupportedModel, match="cannot be read as GGUF: .*; download the file again"):
+    with pytest.raises(UnsupportedModel, match=r"cannot be read as GGUF: .*; download the file again"):
         GgufFile(path)
