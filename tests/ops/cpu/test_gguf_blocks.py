@@ -45,7 +45,8 @@ def test_finite_numbers_are_told_from_others(name):
     assert found is not None and found[1] and torch.equal(found[0], known)
     at = {"Q3_K": 108, "Q6_K": 208, "Q2_K": 80}.get(name, 0)
     zeros[517, at : at + 2] = 0, 0x7C  # a factor that is infinite
-    assert both(name, zeros)[1][1] is False
+    _, found = both(name, zeros)
+    assert found is not None and not found[1]
 
 
 def test_rows_that_do_not_follow_one_another():

@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 TOKENS = [*(f"token {number}" for number in range(300)), "", "ä"]
 
 
-def write(path: Path, endian: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE) -> GgufFile:
+def write(path: Path, endian: int = gguf.GGUFEndian.LITTLE) -> GgufFile:
     writer = gguf.GGUFWriter(path, "llama", False, endian)
     writer.add_array("texts", TOKENS)
     writer.add_array("kinds", [*range(302)])
