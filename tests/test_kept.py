@@ -217,3 +217,12 @@ def test_contents_are_those_of_any_version_and_process(tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         found.append(references.contents_of(tmp_path))
     assert found[0] == found[1] != found[2]
+
+
+def test_one_token_of_many_may_go_to_another_expert():
+    many = [-0.25 * number for number in range(30)]
+    assert references.is_same([many], [[*many[:4], -9.0, *many[5:]]])
+    assert not references.is_same([many], [[*many[:4], -9.0, -9.0, *many[6:]]])
+    assert not references.is_same([many[:5]], [[*many[:4], -9.0]])
+    assert not references.is_same([*range(30)], [*range(29), 5]), "tokens are compared all"
+    assert not references.is_same([many], [many[1:]])
