@@ -153,17 +153,20 @@ def metrics() -> str:
         HEAD,
         "`GET /metrics` has these series. `vllm:` series have vLLM's names and labels, for existing dashboards and "
         "gateways. With keys, a key sees the series of its own tenant and models; an admin key sees all. A cluster "
-        "adds the series named in [clusters](../how-to/cluster.md#limits-and-metrics).\n",
-        "| series | type | labels | meaning |\n|---|---|---|---|",
+        "adds the series named in [clusters](../how-to/cluster.md#limits-and-metrics). A series that ends in "
+        "`_created` is the time at which the series next to it began.\n",
     ]
-    for family in families:
-        samples = family.samples or labels_of.get(family.name, [])
-        labels = sorted({label for sample in samples for label in sample.labels} - {"le"})
-        name = family.name + ("_total" if family.type == "counter" else "")
-        lines.append(
-            f"| `{name}` | {family.type} | {', '.join(f'`{one}`' for one in labels)} | {text(family.documentation)} |"
-        )
-    return "\n".join(lines) + "\n"
+    for kind in ("counter", "gauge", "histogram"):
+        lines += [f"## {kind.capitalize()}s\n", "| series | labels | meaning |\n|---|---|---|"]
+        for family in families:
+            if family.type == kind and not family.name.endswith("_created"):
+                samples = family.samples or labels_of.get(family.name, [])
+                labels = sorted({label for sample in samples for label in sample.labels} - {"le"})
+                name = family.name + ("_total" if kind == "counter" else "")
+                cells = (f"`{name}`", ", ".join(f"`{one}`" for one in labels), text(family.documentation))
+                lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def busy_labels() -> dict[str, list[Sample]]:

@@ -60,10 +60,10 @@ def test_a_default_is_shown_though_the_text_speaks_of_defaults(generate):
 
 def test_series_have_their_labels_though_no_request_runs(generate):
     page = rows(generate.metrics())
-    assert page["chorus_tenant_requests_running"][1] == "`tenant`"
-    assert page["chorus_account_standing"][1] == "`account`"
-    assert page["chorus_merged_adapter"][1] == "`adapter`"
-    assert page["chorus_adapter_tier"][1] == "`adapter`, `tier`"
+    assert page["chorus_tenant_requests_running"][0] == "`tenant`"
+    assert page["chorus_account_standing"][0] == "`account`"
+    assert page["chorus_merged_adapter"][0] == "`adapter`"
+    assert page["chorus_adapter_tier"][0] == "`adapter`, `tier`"
 
 
 def test_the_types_of_options_are_fresh(generate):
