@@ -154,17 +154,19 @@ def metrics() -> str:
         "`GET /metrics` has these series. `vllm:` series have vLLM's names and labels, for existing dashboards and "
         "gateways. With keys, a key sees the series of its own tenant and models; an admin key sees all. A cluster "
         "adds the series named in [clusters](../how-to/cluster.md#limits-and-metrics). A series that ends in "
-        "`_created` is the time at which the series next to it began.\n",
+        "`_created` is the time at which the series next to it began. Labels are in brackets; where a `vllm:` series "
+        "has `engine`, it has `model_name`, too.\n",
     ]
     for kind in ("counter", "gauge", "histogram"):
-        lines += [f"## {kind.capitalize()}s\n", "| series | labels | meaning |\n|---|---|---|"]
+        lines += [f"## {kind.capitalize()}s\n", "| series | meaning |\n|---|---|"]
         for family in families:
             if family.type == kind and not family.name.endswith("_created"):
                 samples = family.samples or labels_of.get(family.name, [])
-                labels = sorted({label for sample in samples for label in sample.labels} - {"le"})
-                name = family.name + ("_total" if kind == "counter" else "")
-                cells = (f"`{name}`", ", ".join(f"`{one}`" for one in labels), text(family.documentation))
-                lines.append(f"| {' | '.join(cells)} |")
+                labels = {label for sample in samples for label in sample.labels} - {"le"}
+                labels -= {"model_name"} if "engine" in labels else set()
+                name = f"`{family.name}{'_total' if kind == 'counter' else ''}`"
+                name += f" ({', '.join(f'`{one}`' for one in sorted(labels))})" if labels else ""
+                lines.append(f"| {name} | {text(family.documentation)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
