@@ -5,7 +5,7 @@ python -m chorus.server.library.table writes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..api.chat_request import ChatCompletionRequest
@@ -25,8 +25,33 @@ this page.
 Three things differ in Python. `max_tokens=None` asks for as many tokens as fit; over HTTP `null` counts as absent.
 `logprobs` is a number for conversations, too. `grammar` may be a `Grammar`, and `json` the class of a pydantic model.
 
-| requests | fields, with other names in brackets |
+| purpose | fields, with other names in brackets |
 |---|---|
+"""
+
+PURPOSES = {
+    "model and adapter": "model lora_path",
+    "several adapters": "adapters lora merged_adapters",
+    "prompts": "prompt add_special_tokens echo truncate_prompt_tokens truncation_side",
+    "conversations": "messages add_generation_prompt chat_template_kwargs continue_final_message mm_processor_kwargs",
+    "length": "max_tokens max_completion_tokens min_tokens",
+    "choices": "n best_of",
+    "sampling": "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty logit_bias "
+    "bad_words allowed_token_ids",
+    "structured output": "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar "
+    "regex ebnf grammar json_schema structural_tag",
+    "stopping": "stop stop_token_ids ignore_eos include_stop_str_in_output",
+    "returned values": "logprobs top_logprobs prompt_logprobs logprob_token_ids return_token_ids "
+    "return_tokens_as_token_ids return_step_info skip_special_tokens",
+    "tools and reasoning": "tools tool_choice parallel_tool_calls reasoning_effort verbosity thinking_token_budget "
+    "include_reasoning separate_reasoning",
+    "streams": "stream stream_options",
+    "other": "cache_salt request_id prediction",
+}
+"""Fields of a kind, in the order of the page; a test holds that each field has one."""
+
+_ALONE = """
+Completions alone have {completions}; chats alone {chats}.
 """
 
 _NOT_IN_PYTHON = """
@@ -61,17 +86,13 @@ _HARMLESS = """
 def page() -> str:
     """The whole page."""
     completion, chat = CompletionRequest.model_fields.keys(), ChatCompletionRequest.model_fields.keys()
-    taken = {
-        "completions and chats": completion & chat,
-        "completions alone": completion - chat,
-        "chats alone": chat - completion,
-    }
     refused = sorted(NEUTRAL.keys() - (completion & chat))
     neutral = {name: ", ".join(f"`{value!r}`" for value in NEUTRAL[name]) or "none" for name in refused}
     return "".join(
         [
             _HEAD,
-            *(f"| {kind} | {', '.join(map(_with_aliases, sorted(names)))} |\n" for kind, names in taken.items()),
+            *(f"| {kind} | {', '.join(map(_with_aliases, names.split()))} |\n" for kind, names in PURPOSES.items()),
+            _ALONE.format(completions=_listed(completion - chat), chats=_listed(chat - completion)),
             _NOT_IN_PYTHON,
             *(f"| {names} | {instead} |\n" for instead, names in _grouped({**ELSEWHERE, **ALWAYS}).items()),
             _REFUSED,
@@ -90,12 +111,16 @@ def _with_aliases(name: str) -> str:
     return f"`{name}`" + (f" ({aliases})" if aliases else "")
 
 
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
 def _grouped(words: Mapping[str, str]) -> dict[str, str]:
     """Lists of the fields of which the same words are true."""
     found: dict[str, list[str]] = {}
     for name in sorted(words):
-        found.setdefault(words[name], []).append(f"`{name}`")
-    return {each: ", ".join(names) for each, names in found.items()}
+        found.setdefault(words[name], []).append(name)
+    return {each: _listed(names) for each, names in found.items()}
 
 
 if __name__ == "__main__":
