@@ -60,10 +60,10 @@ def test_a_default_is_shown_though_the_text_speaks_of_defaults(generate):
 
 def test_series_have_their_labels_though_no_request_runs(generate):
     page = generate.metrics()
-    assert "\n| `chorus_tenant_requests_running` (`tenant`) |" in page
-    assert "\n| `chorus_account_standing` (`account`) |" in page
-    assert "\n| `chorus_merged_adapter` (`adapter`) |" in page
-    assert "\n| `chorus_adapter_tier` (`adapter`, `tier`) |" in page
+    assert "\n* `chorus_tenant_requests_running` (`tenant`): " in page
+    assert "\n* `chorus_account_standing` (`account`): " in page
+    assert "\n* `chorus_merged_adapter` (`adapter`): " in page
+    assert "\n* `chorus_adapter_tier` (`adapter`, `tier`): " in page
 
 
 def test_the_types_of_options_are_fresh(generate):
