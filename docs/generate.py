@@ -158,7 +158,8 @@ def metrics() -> str:
         "has `engine`, it has `model_name`, too.\n",
     ]
     for kind in ("counter", "gauge", "histogram"):
-        lines += [f"## {kind.capitalize()}s\n"]
+        lines.append(f"## {kind.capitalize()}s\n")
+        of_meaning: dict[str, list[str]] = {}
         for family in families:
             if family.type == kind and not family.name.endswith("_created"):
                 samples = family.samples or labels_of.get(family.name, [])
@@ -166,7 +167,8 @@ def metrics() -> str:
                 labels -= {"model_name"} if "engine" in labels else set()
                 name = f"`{family.name}{'_total' if kind == 'counter' else ''}`"
                 name += f" ({', '.join(f'`{one}`' for one in sorted(labels))})" if labels else ""
-                lines.append(f"* {name}: {text(family.documentation)}")
+                of_meaning.setdefault(text(family.documentation), []).append(name)
+        lines += (f"* {', '.join(names)}: {meaning}" for meaning, names in of_meaning.items())
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
