@@ -25,8 +25,8 @@ this page.
 Three things differ in Python. `max_tokens=None` asks for as many tokens as fit; over HTTP `null` counts as absent.
 `logprobs` is a number for conversations, too. `grammar` may be a `Grammar`, and `json` the class of a pydantic model.
 
-| purpose | fields, with other names in brackets |
-|---|---|
+Fields by purpose, with other names in brackets:
+
 """
 
 PURPOSES = {
@@ -57,29 +57,25 @@ Completions alone have {completions}; chats alone {chats}.
 _NOT_IN_PYTHON = """
 Python refuses these fields of HTTP, `return_token_ids` apart:
 
-| field | in Python |
-|---|---|
 """
 
 _REFUSED = """
 ## Refused unless the value asks for nothing
 
-Over HTTP and in Python. A request to which the field of a table above does not belong refuses it, too.
+Over HTTP and in Python, also where a field belongs to other requests. By the values that ask for nothing:
 
-| values that ask for nothing | fields |
-|---|---|
 """
 
 _INSTEAD = """
-| refused | instead |
-|---|---|
+What to ask for instead:
+
 """
 
 _HARMLESS = """
 ## Accepted and ignored
 
-| field | why no response depends on it |
-|---|---|
+No response depends on these:
+
 """
 
 
@@ -91,16 +87,16 @@ def page() -> str:
     return "".join(
         [
             _HEAD,
-            *(f"| {kind} | {', '.join(map(_with_aliases, names.split()))} |\n" for kind, names in PURPOSES.items()),
+            *(f"* {kind}: {', '.join(map(_with_aliases, names.split()))}\n" for kind, names in PURPOSES.items()),
             _ALONE.format(completions=_listed(completion - chat), chats=_listed(chat - completion)),
             _NOT_IN_PYTHON,
-            *(f"| {names} | {instead} |\n" for instead, names in _grouped({**ELSEWHERE, **ALWAYS}).items()),
+            *(f"* {names}: {instead}\n" for instead, names in _grouped({**ELSEWHERE, **ALWAYS}).items()),
             _REFUSED,
-            *(f"| {values} | {names} |\n" for values, names in _grouped(neutral).items()),
+            *(f"* {values}: {names}\n" for values, names in _grouped(neutral).items()),
             _INSTEAD,
-            *(f"| `{name}` | {INSTEAD[name]} |\n" for name in refused if name in INSTEAD),
+            *(f"* `{name}`: {INSTEAD[name]}\n" for name in refused if name in INSTEAD),
             _HARMLESS,
-            *(f"| {names} | {why} |\n" for why, names in _grouped(HARMLESS).items()),
+            *(f"* {names}: {why}\n" for why, names in _grouped(HARMLESS).items()),
         ]
     )
 
