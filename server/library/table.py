@@ -1,6 +1,8 @@
 """docs/reference/parameters.md: which parameter exists where, from the code that reads them.
 
 python -m chorus.server.library.table writes it.
+
+Tests: tests/server/library/test_params.py, tests/server/api/test_sampling_options.py
 """
 
 from __future__ import annotations
