@@ -147,23 +147,35 @@ def metrics() -> str:
             httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "ab\n", "max_tokens": 2}, timeout=60)
         scraped = httpx.get(f"{url}/metrics", timeout=60).text
     families = sorted(text_string_to_metric_families(scraped), key=lambda family: family.name)
-    labels_of = busy_labels()
+    families = [family for family in families if not family.name.endswith("_created")]
+    busy, common = busy_labels(), {"engine", "model_name"}
+    labels_of = {
+        family.name: {label for sample in family.samples or busy.get(family.name, []) for label in sample.labels}
+        for family in families
+    }
+    others = [name for name, labels in labels_of.items() if name.startswith("vllm:") and not common <= labels]
     lines = [
         "# Metrics\n",
         HEAD,
         "`GET /metrics` has these series. `vllm:` series have vLLM's names and labels, for existing dashboards and "
         "gateways. With keys, a key sees the series of its own tenant and models; an admin key sees all. A cluster "
-        "adds the series named in [clusters](../how-to/cluster.md#limits-and-metrics).\n",
-        "| series | type | labels | meaning |\n|---|---|---|---|",
+        "adds the series named in [clusters](../how-to/cluster.md#limits-and-metrics). A series that ends in "
+        "`_created` is the time at which the series next to it began. Labels are in brackets; `vllm:` series have "
+        f"`engine` and `model_name`, too, but for {' and '.join(f'`{name}`' for name in others)}.\n",
     ]
-    for family in families:
-        samples = family.samples or labels_of.get(family.name, [])
-        labels = sorted({label for sample in samples for label in sample.labels} - {"le"})
-        name = family.name + ("_total" if family.type == "counter" else "")
-        lines.append(
-            f"| `{name}` | {family.type} | {', '.join(f'`{one}`' for one in labels)} | {text(family.documentation)} |"
-        )
-    return "\n".join(lines) + "\n"
+    for kind in ("counter", "gauge", "histogram"):
+        lines.append(f"## {kind.capitalize()}s\n")
+        of_meaning: dict[str, list[str]] = {}
+        for family in families:
+            if family.type == kind:
+                labels = labels_of[family.name] - {"le"}
+                labels -= common if common <= labels else set()
+                name = f"`{family.name}{'_total' if kind == 'counter' else ''}`"
+                name += f" ({', '.join(f'`{one}`' for one in sorted(labels))})" if labels else ""
+                of_meaning.setdefault(text(family.documentation), []).append(name)
+        lines += (f"* {', '.join(names)}: {meaning}" for meaning, names in of_meaning.items())
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def busy_labels() -> dict[str, list[Sample]]:

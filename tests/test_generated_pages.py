@@ -59,11 +59,11 @@ def test_a_default_is_shown_though_the_text_speaks_of_defaults(generate):
 
 
 def test_series_have_their_labels_though_no_request_runs(generate):
-    page = rows(generate.metrics())
-    assert page["chorus_tenant_requests_running"][1] == "`tenant`"
-    assert page["chorus_account_standing"][1] == "`account`"
-    assert page["chorus_merged_adapter"][1] == "`adapter`"
-    assert page["chorus_adapter_tier"][1] == "`adapter`, `tier`"
+    page = generate.metrics()
+    assert "\n* `chorus_tenant_requests_running` (`tenant`): " in page
+    assert "\n* `chorus_account_standing` (`account`): " in page
+    assert "\n* `chorus_merged_adapter` (`adapter`): " in page
+    assert "\n* `chorus_adapter_tier` (`adapter`, `tier`): " in page
 
 
 def test_the_types_of_options_are_fresh(generate):

@@ -13,7 +13,7 @@ from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.library.params import ALWAYS, ELSEWHERE, FIELDS, SamplingFields
-from chorus.server.library.table import PAGE, page
+from chorus.server.library.table import PAGE, PURPOSES, page
 
 OWN_NAMES = {"json", "choice"}
 """Names that the arguments' types have in addition to the fields': other names of fields."""
@@ -32,6 +32,9 @@ def test_every_field_of_http_exists_in_python_or_says_what_there_is_instead():
 
 def test_the_page_of_parameters_is_what_the_code_reads():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m chorus.server.library.table"
+    by_purpose = [name for names in PURPOSES.values() for name in names.split()]
+    fields = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
+    assert sorted(by_purpose) == sorted(fields), "give each a purpose in server/library/table.py"
 
 
 @pytest.mark.parametrize(
