@@ -69,6 +69,11 @@ MIXTURE_ROLES = (
 )
 
 
+def expert_path(path: str, expert: int) -> str:
+    """The path of one of the experts that a path stands for."""
+    return path.replace(".experts.", f".experts.{expert}.")
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """One projection of a layer, or of the model."""
@@ -132,7 +137,7 @@ class Projection:
 
     def of_expert(self, expert: int) -> Projection:
         """That of one of its experts."""
-        return replace(self, path=self.path.replace(".experts.", f".experts.{expert}."), experts=0, expert=expert)
+        return replace(self, path=expert_path(self.path, expert), experts=0, expert=expert)
 
     @property
     def dims(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ Tests: tests/core/model/program/test_golden.py, tests/core/model/program/test_bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ....memory.pages.projections import Projection, Role
@@ -89,16 +89,17 @@ def projections_of(own: Sequence[Projection], role: Role) -> list[Projection]:
 
 def listed(b: Build, name: str, own: Sequence[Projection], numbers: range, *, keep: Keep = Keep.EXPERT) -> None:
     """Declare a list of weights of experts with these numbers. own: projections of all of them."""
-    tensors = (weight_tensor(each) for each in _each_of(own, numbers))
+    tensors = _each_of(map(weight_tensor, own), numbers)
     b.weight(name, *tensors, keep=keep, count=len(numbers))
 
 
-def _each_of(own: Sequence[Projection], numbers: range) -> Iterator[Projection]:
-    return (each.of_expert(number) for number in numbers for each in own)
+def _each_of(tensors: Iterable[SlotTensor], numbers: range) -> Iterator[SlotTensor]:
+    whole = [*tensors]
+    return (each.of_expert(number) for number in numbers for each in whole)
 
 
 def _biases(b: Build, spec: Experts, gate_up: Sequence[Projection], down: Sequence[Projection]) -> None:
     """Declare biases of all experts; those of what ranks sum are the first rank's."""
     for name, own, is_sum in (("gate_up_bias", gate_up, False), ("down_bias", down, True)):
-        tensors = (bias_tensor(each) for each in _each_of(own, range(spec.count)))
+        tensors = _each_of(map(bias_tensor, own), range(spec.count))
         b.weight(f"{EXPERTS}.{name}", *tensors, first_rank=is_sum, count=spec.count)

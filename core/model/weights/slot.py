@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ....memory.pages.projections import Projection, sections_of, share_of
+from ....memory.pages.projections import Projection, expert_path, sections_of, share_of
 
 #: A part of a tensor: slices of its first dimensions.
 Part = tuple[slice, ...]
@@ -68,6 +68,10 @@ class SlotTensor:
 
     made: tuple[float, ...] = ()
     """No checkpoint has it: the numbers in each part of its first dimension, or in each of its rows."""
+
+    def of_expert(self, expert: int) -> SlotTensor:
+        """That of one of the experts that it stands for."""
+        return SlotTensor(expert_path(self.path, expert), self.shape, self.rows, self.columns, self.made)
 
     def share(self, rank: int, size: int) -> tuple[Part, ...]:
         """The share of one of `size` ranks: parts, one after the other in its first dimension."""
