@@ -15,6 +15,7 @@ INSTALLED = "README's second command: `.[test]` installs it"
 NATIVE = "README's second command: it builds the native library"
 INTEGRATIONS = ".ci/integrations, called by .ci/run"
 DEV = "make rest, called by .ci/run: `.[dev]` installs it"
+LESSER = "make levels, of make rest, called by .ci/run: it builds the libraries of lesser levels"
 LEVELS = "job levels of .github/workflows/ci.yml"
 LINUX = "job ci of .github/workflows/ci.yml, which runs on Linux"
 SHARED = "where CHORUS_SHARED names a folder of real models, configurations and papers: too large for the repository"
@@ -84,7 +85,7 @@ JOBS = {
     "ranks add up by the native library": NATIVE,
     "ranks meet by the native library": NATIVE,
     "words are the native library's": NATIVE,
-    "this processor has one level at most": LEVELS,
+    "one level at most is built": LESSER,
     "this machine or build has no …": LEVELS,
     "the package was built without a compiler": OTHER_CASE,
     "Linux": LINUX,
