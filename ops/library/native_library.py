@@ -75,6 +75,7 @@ _FUNCTIONS = (
     ("gemm_rate", c_double, c_int, c_int64, c_int64),
     ("multiply", None, c_int, c_int64, c_int, *(c_void_p,) * 4, c_int, c_int, c_void_p, c_void_p),
     ("mix", None, c_int, c_int64, c_void_p, c_void_p),
+    ("pack", None, c_int, c_void_p, c_int64, c_int64, c_void_p),
     ("gguf_blocks", c_int, c_int, c_int, c_void_p, c_int64, c_void_p),
     ("delta_run", c_double, c_int, c_void_p, c_int),
 )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .native_descriptors import GemmShape
+from .native_library import library
 from .native_program import NativeOp, Register
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
@@ -27,6 +28,10 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     n, k = weight.shape
     shape = packed_shape(n, k, weight.dtype)
     out = torch.empty(shape, dtype=weight.dtype) if out is None else out
+    found = library()
+    if found is not None and all(each.is_cpu and each.is_contiguous() for each in (weight, out)):
+        found.chorus_pack(torch.get_num_threads(), weight.data_ptr(), n, shape[1], out.data_ptr())
+        return out
     whole = n // PANEL
     out[:whole] = weight[: whole * PANEL].view(whole, PANEL, shape[1], shape[3]).transpose(1, 2)
     if rest := n - whole * PANEL:

@@ -9,6 +9,7 @@
 #include "program/layout.h"
 #include "moe/mixture.h"
 #include "gemm/multiply.h"
+#include "gemm/pack.h"
 #include "team/rates.h"
 #include "supported.h"
 
@@ -155,6 +156,14 @@ CHORUS_API void chorus_multiply(int threads, Element element, int count, const i
     with_type(element, [&](auto zero) {
         multiply_each<decltype(zero)>(own_team(threads), count, ends, w, integers, bias, outputs, inputs, x, y);
     });
+}
+
+// Write weights in the order of panels, on a team that the calling thread keeps; see pack.
+//
+//   threads  of the team, the caller's included
+//   other parameters as of pack
+CHORUS_API void chorus_pack(int threads, const uint32_t* w, int64_t rows, int64_t words, uint32_t* out) {
+    pack(own_team(threads), w, rows, words, out);
 }
 
 // Dequantise blocks of a GGUF file, on a team that the calling thread keeps; see gguf_blocks.h. Returns whether all
