@@ -82,8 +82,9 @@ def _activated_bars(found: Values) -> Bars:
 
 
 def _company_answer(found: Values) -> str:
-    rows = found["rows"]
-    return ", ".join(f"{row['ratio']:.2f} times with {row['sequences']}" for row in rows)
+    ratios = [row["ratio"] for row in found["rows"]]
+    sequences = [row["sequences"] for row in found["rows"]]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times, with {min(sequences)} to {max(sequences)} sequences"
 
 
 def _company_bars(found: Values) -> Bars:
@@ -102,12 +103,17 @@ def _beside_rows(found: Values) -> dict[int, dict[str, Values]]:
     return by_sequences
 
 
+def _among(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _beside_answer(found: Values) -> str:
-    told = {
-        sequences: ", ".join(f"{server} {row['mixed']:.0f} ({row['ratio']:.2f})" for server, row in rows.items())
-        for sequences, rows in _beside_rows(found).items()
-    }
-    return ". ".join(f"With {sequences}: {servers}" for sequences, servers in told.items())
+    rates: dict[str, list[str]] = {}
+    for rows in _beside_rows(found).values():
+        for server, row in rows.items():
+            rates.setdefault(server, []).append(f"{row['mixed']:.0f} ({row['base']:.0f})")
+    return ". ".join(f"{server}: {', '.join(each)}" for server, each in rates.items())
 
 
 def _beside_bars(found: Values) -> Bars:
@@ -170,8 +176,8 @@ HEADLINES = {
     "company_beside": Headline(
         "chorus.perf.bench.company_beside",
         lambda found: (
-            f"tokens a second of 8 mixed adapters on a server ({found['model_size']}), by sequences; in brackets, how "
-            "many times as many the base model makes"
+            f"tokens/s of 8 mixed adapters (of the base model) on a server ({found['model_size']}), with "
+            f"{_among(list(_beside_rows(found)))} sequences"
         ),
         _beside_answer,
         _beside_bars,

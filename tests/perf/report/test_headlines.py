@@ -66,9 +66,18 @@ def test_servers_stand_beside_each_other_by_sequences(results):
     path = results / "cpu-2026-03-04-abcdef2" / "company_beside.json"
     path.write_text(json.dumps({"model_size": "125m", "rows": rows}))
     line = next(line for line in table(newest(results)).splitlines() if "company_beside" in line)
-    assert "With 1: chorus 10 (2.00), llama.cpp 10 (2.00). With 8: chorus 50 (2.00), llama.cpp 50 (2.00)" in line
+    assert "with 1 and 8 sequences" in line
+    assert "chorus: 10 (20), 50 (100). llama.cpp: 10 (20), 50 (100)" in line
     assert "company_beside --sequences 1 8 --beside llamacpp=TREE`" in line
     assert "8 sequences: chorus 50, llama.cpp 50" in told(newest(results))
+
+
+def test_ratios_of_steps_are_told_as_a_range(results):
+    rows = [{"sequences": sequences, "ratio": ratio} for sequences, ratio in ((1, 0.98), (2, 1.25), (64, 1.1))]
+    path = results / "cpu-2026-03-04-abcdef2" / "company.json"
+    path.write_text(json.dumps({"model_size": "125m", "rows": rows}))
+    line = next(line for line in table(newest(results)).splitlines() if "bench.company`" in line)
+    assert "| 0.98 to 1.25 times, with 1 to 64 sequences |" in line
 
 
 def test_a_push_is_told_with_its_size(results):
