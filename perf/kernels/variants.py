@@ -250,13 +250,7 @@ def _product(
         constants={"C": small.gemm_constants(schedule, d_in, d_out, form, silu=silu, shape=shape)},
         options=small.gemm_options(schedule),
         own=("y", "x", "bias"),
-        others={
-            "weight": _weight_fields(form),
-            "adapters": _ADAPTERS,
-            **_COUNTS,
-            "num_tiles": "i32",
-            **_strides("x"),
-        },
+        others={"weight": _weight_fields(form), "adapters": _ADAPTERS, **_COUNTS, "num_tiles": "i32", **_strides("x")},
         pointer="data",
     )
 

@@ -15,11 +15,10 @@ from ....ops.attention.attention import AttentionSetup, HeadShape, PagedAttentio
 from ....ops.attention.attention_backend import AttentionBackend, AttentionUnavailable, choose_attention
 from ....ops.elementwise.float8_kv import DTYPE as FLOAT8
 from ...kernels.cost import attention_cost
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..idle_engine import StubDevice
 from ..lora_case import layers_for
-from .registry import rows_table
 
 #: Largest difference from torch's attention, relative to the largest value.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
@@ -141,8 +140,8 @@ def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {"tokens": "tokens", "rows": "count"}
+    columns = "tokens | rows: count"
     for name in BACKENDS:
-        columns |= {f"{name} µs": f"{name}_us", f"share, {name}": f"{name}_share"}
-    columns["ours/FlashInfer"] = "over_flashinfer"
-    return [rows_table("(j) decode attention of a layer, share of measured bandwidth", columns, values["rows"])]
+        columns += f" | {name} µs: {name}_us | share, {name}: {name}_share"
+    title = "(j) decode attention of a layer, share of measured bandwidth"
+    return [rows_table(title, f"{columns} | ours/FlashInfer: over_flashinfer", values["rows"])]

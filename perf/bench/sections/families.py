@@ -19,13 +19,12 @@ import torch
 
 from ....core.model.read_config import read_model_config
 from ....core.model.specs.config import ModelConfig
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..models.families import FAMILIES
 from ..subject import Subject
 from ..timer import in_turns
 from .levels import decode, prefill, rates
-from .registry import rows_table
 
 FIRST = "llama"
 
@@ -112,12 +111,5 @@ def state_bytes(config: ModelConfig) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {
-        "family": "family",
-        "case": "case",
-        "ms": "ms",
-        "tokens/s": "tokens_per_s",
-        "share of limit": "share",
-        "over Llama": "over_first",
-    }
+    columns = "family | case | ms | tokens/s: tokens_per_s | share of limit: share | over Llama: over_first"
     return [rows_table(f"(v) steps of families, {values['prompt_tokens']} tokens before", columns, values["rows"])]

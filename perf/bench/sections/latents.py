@@ -14,12 +14,11 @@ import torch
 from ....ops.attention.attention import Attention, AttentionSetup, HeadShape
 from ....ops.attention.attention_backend import AttentionBackend, choose_attention
 from ....ops.attention.latents import LatentHeads
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..idle_engine import StubDevice
 from ..lora_case import layers_for
 from .attention import TOLERANCE, WrongValues
-from .registry import rows_table
 
 
 class _Shape(NamedTuple):
@@ -128,8 +127,6 @@ def _measure(context: Context, its: _Shape, rows: int, tokens: int) -> dict[str,
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {"model": "model", "tokens": "tokens", "rows": "count", "µs": "triton_us", "share": "triton_share"}
-    columns |= {"PyTorch's µs": "torch_us", "share of PyTorch's": "torch_share"}
-    return [
-        rows_table("(u) decode attention over latents of a layer, share of measured bandwidth", columns, values["rows"])
-    ]
+    columns = "model | tokens | rows: count | µs: triton_us | share: triton_share | PyTorch's µs: torch_us"
+    title = "(u) decode attention over latents of a layer, share of measured bandwidth"
+    return [rows_table(title, f"{columns} | share of PyTorch's: torch_share", values["rows"])]

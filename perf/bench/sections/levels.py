@@ -22,11 +22,10 @@ from ....core.model.read_config import read_model_config
 from ....memory.pages import hugepages
 from ....ops.library import native_library
 from ....ops.library.native_descriptors import ELEMENT_OF
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
-from .registry import rows_table
 
 RANKS = (8, 16, 32, 64)
 """Ranks of the adapters, two of each."""
@@ -135,19 +134,10 @@ def _rows(
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {
-        "level": "level",
-        "case": "case",
-        "ms": "ms",
-        "share of limit": "share",
-        "time over the first's": "over_first",
-    }
-    rates = {
-        "level": lambda item: item[0],
-        "read GB/s": lambda item: item[1]["read"] / 1e9,
-        "products GFLOP/s": lambda item: item[1]["products"] / 1e9,
-    }
+    rates = [{"level": level, **its} for level, its in values["rates"].items()]
+    columns = "level | case | ms | share of limit: share | time over the first's: over_first"
+    limits = "level | read GB/s: read * 1e-9 | products GFLOP/s: products * 1e-9"
     return [
-        rows_table("(s) what the machine allows by level", rates, values["rates"].items()),
+        rows_table("(s) what the machine allows by level", limits, rates),
         rows_table(f"(s) steps of levels, {values['prompt_tokens']} tokens before", columns, values["rows"]),
     ]

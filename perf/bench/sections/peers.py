@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ...serving.server_process import LaunchedServer, free_port, launched, started
 from ...serving.streams import read_streams
 from ...serving.vllm_process import vllm_process
@@ -35,7 +35,6 @@ from ..context import Context
 from ..machine import FOREIGN_LIMIT, CpuSample, family
 from ..models.random_model import RandomModel, checkpoint
 from .http import bodies
-from .registry import rows_table
 
 REQUESTS = 8
 RANKS = (8, 16, 32, 64)
@@ -191,12 +190,7 @@ def run(context: Context) -> dict[str, Any]:
     model = checkpoint(RandomModel(context.size.geometry, dtype=context.dtype_name), context.work_dir)
     threads = torch.get_num_threads()
     load = Load(
-        model,
-        files,
-        room=prompt + output + 16,
-        dtype=context.dtype_name,
-        threads=threads,
-        engine=context.engine,
+        model, files, room=prompt + output + 16, dtype=context.dtype_name, threads=threads, engine=context.engine
     )
     found["quantization"] = load.quantization
     for case, (_, chosen) in CASES.items():
@@ -311,11 +305,12 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {"case": "case", "server": "peer", "quiet samples": "quiet"}
+    columns = "case | server: peer | quiet samples: quiet"
     for title, rate in _RATES.items():
-        columns |= {
-            title: rate,
-            f"{title} / limit": lambda row, rate=rate: row[rate] / values["limits"][row["case"]][rate],
-        }
+        columns += f" | {title}: {rate} | {title} / limit: {rate}_share"
+    rows = [
+        {**row, **{f"{rate}_share": row[rate] / values["limits"][row["case"]][rate] for rate in _RATES.values()}}
+        for row in values["rows"]
+    ]
     size = f"{values['requests']} requests of {values['prompt_tokens']} + {values['output_tokens']} tokens"
-    return [rows_table(f"(r) tokens/s over HTTP, {size}", columns, values["rows"])]
+    return [rows_table(f"(r) tokens/s over HTTP, {size}", columns, rows)]

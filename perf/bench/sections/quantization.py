@@ -16,12 +16,11 @@ import torch
 
 from ....core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from ....ops.library import native_library
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ..context import Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
 from .levels import CASES, RANKS, decode, prefill, rates
-from .registry import rows_table
 
 PLAIN = "bf16"
 """Weights as they are: float32 in a smoke run."""
@@ -90,15 +89,10 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {
-        "weights": "weights",
-        "case": "case",
-        "ms": "ms",
-        "MB read": "megabytes",
-        "share of read limit": "share",
-        f"rate over {PLAIN}": "of_plain",
-        "in pairs": "pairs",
-    }
+    columns = (
+        "weights | case | ms | MB read: megabytes | share of read limit: share | "
+        f"rate over {PLAIN}: of_plain | in pairs: pairs"
+    )
     title = (
         f"(q) steps with quantised weights, level {values['level']}, {values['prompt_tokens']} tokens before, "
         f"{values['read'] / 1e9:.1f} GB/s read"

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
-from .registry import rows_table
 
 RANKS = (8, 16, 32, 64)
 """LoRA ranks of the adapters."""
@@ -73,6 +72,5 @@ def _median(engine: Subject, adapters: Sequence[str | None], prompt: int, steps:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    several = f"{values['ranks']} ranks, ms"
-    columns = {"rows": "mix", "1 rank, ms": "one_ms", several: "ranks_ms", "ratio": "ratio"}
+    columns = f"rows: mix | 1 rank, ms: one_ms | {values['ranks']} ranks, ms: ranks_ms | ratio"
     return [rows_table("(o) a decode step of eight rows by ranks of one thread each", columns, values["rows"])]
