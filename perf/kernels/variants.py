@@ -5,7 +5,7 @@ Tests: tests/perf/kernels/test_kernels.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -487,74 +487,59 @@ def _experts(
     )
 
 
+_QWEN, _OSS = {"per_row": 8}, {"per_row": 4, "bias": True}
+_QWEN_GATED = {**_QWEN, "gate": expert_tiles_schedule.Gate()}
+_OSS_GATED = {**_OSS, "gate": expert_tiles_schedule.Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0)}
+_EXPERT_FORMS = FORMS | {"int8": small.WeightForm(8)}
+
+
+def _each(name: str, d_in: int, d_out: int, rows: Iterable[int], **more: Any) -> dict[str, Elementwise]:
+    return {f"{name}.{each}": _experts(d_in, d_out, each, **more) for each in rows}
+
+
+def _narrow(name: str, rows: Iterable[int], d_out: int, of_oss: Iterable[int], gated: bool, **more: Any) -> Any:
+    """Of Qwen3-30B-A3B in each form, and of gpt-oss in MXFP4."""
+    qwen, oss = (_QWEN_GATED, _OSS_GATED) if gated else (_QWEN, _OSS)
+    found = {}
+    for form, its in _EXPERT_FORMS.items():
+        found |= _each(f"{name}-{form}", 2048, d_out, rows, form=its, **qwen, **more)
+    return found | _each(f"{name}-mxfp4", 2880, 2880 if gated else 5760, of_oss, form=_MXFP4, **oss, **more)
+
+
+_ALL, _SOME = (64, 512, 2048), (64, 2048)
+
 #: Of Qwen3-30B-A3B's shapes, and of gpt-oss', with few rows and with many.
 EXPERTS = {
-    f"{name}.{rows}": _experts(*shape, rows, per_row=per_row, bias=name == "experts.biased")
-    for name, shape, per_row in (
-        ("experts.gu", (2048, 1536), 8),
-        ("experts.down", (768, 2048), 1),
-        ("experts.biased", (2880, 5760), 4),
-    )
-    for rows in (64, 512, 2048)
+    **_each("experts.gu", 2048, 1536, _ALL, **_QWEN),
+    **_each("experts.down", 768, 2048, _ALL, per_row=1),
+    **_each("experts.biased", 2880, 5760, _ALL, **_OSS),
 }
 
 #: The same with narrow weights; of gpt-oss in MXFP4. Sums of blocks are scaled in tiles of 64 rows at most.
-NARROW_EXPERTS = {
-    f"experts-{name}.{rows}": _experts(2048, 1536, rows, per_row=8, form=form)
-    for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-    for rows in (64, 2048)
-} | {f"experts-mxfp4.{rows}": _experts(2880, 5760, rows, per_row=4, bias=True, form=_MXFP4) for rows in (64, 512, 2048)}
-
-
-_SILU = expert_tiles_schedule.Gate()
-_SWIGLU = expert_tiles_schedule.Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0)
+NARROW_EXPERTS = _narrow("experts", _SOME, 1536, _ALL, gated=False)
 
 #: Gate and up of the same models with their activations in the launch.
 GATED_EXPERTS = {
-    **{f"gated.{rows}": _experts(2048, 768, rows, per_row=8, gate=_SILU) for rows in (64, 512, 2048)},
-    "gated.4": _experts(2048, 768, 4, per_row=8, gate=_SILU, of_pairs=True),
-    "gated-down.4": _experts(768, 2048, 4, per_row=1, of_pairs=True),
-    **{f"gated-biased.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, gate=_SWIGLU) for rows in (64, 2048)},
-    **{
-        f"gated-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU)
-        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-        for rows in (64, 2048)
-    },
-    **{
-        f"gated-mxfp4.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU)
-        for rows in (64, 2048)
-    },
+    **_each("gated", 2048, 768, _ALL, **_QWEN_GATED),
+    **_each("gated", 2048, 768, (4,), of_pairs=True, **_QWEN_GATED),
+    **_each("gated-down", 768, 2048, (4,), per_row=1, of_pairs=True),
+    **_each("gated-biased", 2880, 2880, _SOME, **_OSS_GATED),
+    **_narrow("gated", _SOME, 768, _SOME, gated=True),
 }
 
 #: The same with narrow weights as the first operand, and down of a few rows, unsorted.
 SWAPPED_EXPERTS = {
-    **{
-        f"swapped-experts-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU, swaps=True)
-        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-        for rows in (64, 2048)
-    },
-    **{
-        f"swapped-experts-mxfp4.{rows}": _experts(
-            2880, 2880, rows, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU, swaps=True
-        )
-        for rows in (64, 512, 2048)
-    },
-    "swapped-down-int4.4": _experts(768, 2048, 4, per_row=1, form=FORMS["int4"], of_pairs=True, swaps=True),
-    "swapped-down-int4.2048": _experts(768, 2048, 2048, per_row=1, form=FORMS["int4"], swaps=True),
+    **_narrow("swapped-experts", _SOME, 768, _ALL, gated=True, swaps=True),
+    **_each("swapped-down-int4", 768, 2048, (4,), per_row=1, form=FORMS["int4"], of_pairs=True, swaps=True),
+    **_each("swapped-down-int4", 768, 2048, (2048,), per_row=1, form=FORMS["int4"], swaps=True),
 }
 
 #: The same products in tiles of 64 rows and 256 columns.
 WIDE_EXPERTS = {
-    "wide.gated": _experts(2048, 768, 512, per_row=8, gate=_SILU, is_wide=True),
+    "wide.gated": _experts(2048, 768, 512, **_QWEN_GATED, is_wide=True),
     "wide.down": _experts(768, 2048, 512, per_row=1, is_wide=True),
-    "wide.biased": _experts(2880, 2880, 512, per_row=4, bias=True, gate=_SWIGLU, is_wide=True),
-    **{
-        f"wide-{name}.512": _experts(2048, 768, 512, per_row=8, form=form, gate=_SILU, swaps=True, is_wide=True)
-        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-    },
-    "wide-mxfp4.512": _experts(
-        2880, 2880, 512, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU, swaps=True, is_wide=True
-    ),
+    "wide.biased": _experts(2880, 2880, 512, **_OSS_GATED, is_wide=True),
+    **_narrow("wide", (512,), 768, (512,), gated=True, swaps=True, is_wide=True),
 }
 
 
@@ -927,37 +912,23 @@ def plain_variants() -> Iterator[Variant]:
                 dtype == "fp32" and group.startswith("float8")
             ):
                 yield Variant("attend_rows", group, dtype, 64)
-    for group, launch in (ELEMENTWISE | WIDENED | ROUNDED).items():
-        for dtype in ITEMSIZE:
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in PRODUCTS.items():
-        for dtype in ("bf16", "fp16"):
-            its: small.GemmConstants = launch.constants["C"]
-            most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
-            yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
-    for group, launch in SWAPPED.items():
-        for dtype in ("bf16", "fp16"):
-            yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in (LATENT_LORA | SPLIT).items():
-        for dtype in ("bf16", "fp16"):
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS | SWAPPED_EXPERTS | WIDE_EXPERTS).items():
-        for dtype in ("bf16", "fp16"):
-            yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in DRAWS.items():
-        for dtype in ITEMSIZE:
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in MIXTURE_TILES.items():
-        yield Variant(launch.kernel, group, "fp32", 64)
-    for group, launch in ROUTING.items():
-        for dtype in ("bf16", "fp16") if launch.own else ("fp32",):
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in VECTORS.items():
-        for dtype in ITEMSIZE:
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in DELTAS.items():
-        for dtype in ITEMSIZE if launch.own else ("fp32",):
-            yield Variant(launch.kernel, group, dtype, 64)
+    for group, launch in PLAIN.items():
+        if group in PRODUCTS:
+            most = small.MAX_EXPANDED_ROWS if launch.constants["C"].parts else small.MAX_ROWS
+            tokens = min(launch.constants["C"].block_t, most)
+        else:
+            tokens = launch.constants["C"].block_t if group in _TILED else 64
+        for dtype in _dtypes(group, launch):
+            yield Variant(launch.kernel, group, dtype, tokens)
+
+
+_TILED = SWAPPED | EXPERTS | NARROW_EXPERTS | GATED_EXPERTS | SWAPPED_EXPERTS | WIDE_EXPERTS
+
+
+def _dtypes(group: str, launch: Elementwise) -> Iterable[str]:
+    if group in ELEMENTWISE | WIDENED | ROUNDED | DRAWS | VECTORS or (group in DELTAS and launch.own):
+        return ITEMSIZE
+    return ("bf16", "fp16") if launch.own else ("fp32",)
 
 
 def job_of(variant: Variant, arch: str) -> Job:
