@@ -16,9 +16,7 @@ from ...kernels.cost import Cost, gemm_cost
 from ...report.table import Table, rows_table
 from ..context import Context
 from ..lora_case import layers_for
-
-#: Largest difference from cuBLAS, relative to the largest output.
-TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
+from .attention import TOLERANCE, WrongValues
 
 #: Name → group of projections, and whether the activation follows the GEMM; it is timed with it, because our kernel
 #: does both in one launch.
@@ -26,10 +24,6 @@ CASES = {"qkv": ("qkv", False), "o": ("o", False), "gate and up": ("gate_up", Tr
 
 #: GEMM backends without adapters.
 WAYS = GemmBackend.LIBRARY, GemmBackend.SMALL
-
-
-class WrongValues(ArithmeticError):
-    """Our kernel's result differs from cuBLAS's."""
 
 
 class _Case:

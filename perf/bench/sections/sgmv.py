@@ -14,6 +14,7 @@ from ...report.table import Table, rows_table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
+from .attention import WrongValues
 
 #: Ranks of a case's adapters by its name: one rank for all, or these in rotation.
 RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}
@@ -27,10 +28,6 @@ _PREFILL_LAYERS = 8
 
 #: Largest difference from torch, relative to the largest output.
 TOLERANCE = {"bfloat16": 3e-2, "float32": 1e-4}
-
-
-class WrongValues(ArithmeticError):
-    """A kernel's result differs from torch's."""
 
 
 @dataclass(frozen=True, slots=True)
