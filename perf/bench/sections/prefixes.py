@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 
 from ....core.requests.request import Request
-from ....core.requests.request_params import RequestParams
 from ....memory.files.identity import with_content
 from ....memory.pages.eviction import RestoreCosts
 from ...report.table import Goal, Table, rows_table
 from ..context import Context
+from ..driving import asked
 from ..subject import Subject
 
 RANK = 8
@@ -159,10 +159,9 @@ class _Study:
 
     def _serve(self, subject: Subject, name: str, served: Served, prompt: Sequence[int] = (), beside: int = 0) -> None:
         """Serve a request, and note its time to first token and the tier that its prefix came from."""
-        engine, number = subject.engine, len(served.gaps) + sum(map(len, served.ttft.values()))
+        engine = subject.engine
         tokens = [*(prompt or self._prompts[name]), self._draw.randrange(3, self._vocab)]
-        params = RequestParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-        request = Request(f"{id(served)}-{number}", tokens, params, name)
+        request = asked(tokens, name, ANSWER)
         before, began = engine.stats(), time.perf_counter()
         engine.add_request(request)
         while not request.num_output_tokens:
@@ -296,11 +295,7 @@ class _Study:
 
     def _ask(self, subject: Subject, prompts: Sequence[Sequence[int]], way: str) -> tuple[float, float]:
         """The share of prompts whose blocks were found, and seconds."""
-        params = RequestParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-        requests = [
-            Request(f"{self._draw.getrandbits(64):x}", [*prompt, self._draw.randrange(3, self._vocab)], params)
-            for prompt in prompts
-        ]
+        requests = [asked([*prompt, self._draw.randrange(3, self._vocab)], max_tokens=ANSWER) for prompt in prompts]
         began = time.perf_counter()
         for request in requests:
             subject.engine.add_request(request)
