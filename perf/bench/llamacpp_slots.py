@@ -21,20 +21,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...memory.pages.eviction import RestoreCosts
 from ..report.command import count, judge, parser, say
 from ..report.table import Goal, rows_table
-from .context import Context
+from .context import Context, on_cpu
 from .driving import asked, first_token_seconds
 from .llamacpp_steps import write_gguf
 from .machine import processor
 from .models.sizes import SIZES
-from .store import ResultStore
 from .subject import Subject
-from .timer import WallTimer
 
 ANSWER = 2
 """Tokens of an answer."""
@@ -59,15 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def question() -> list[int]:
         return [draw.randrange(3, size.geometry.vocab) for _ in range(args.question)]
 
-    with TemporaryDirectory(prefix="chorus-slots-") as name:
-        work = Path(name)
+    with on_cpu(size) as context:
+        work = context.work_dir
         say("llama.cpp")
         model = write_gguf(size, work / "model.gguf")
         peer = peer_times(
             args.tree, model, work, [prompt + question() for prompt in prompts], args.question, args.threads
         )
         say("chorus")
-        context = Context("cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
         ours = own_times(context, prompts, question, args.threads)
     sizes = {name: getattr(args, name) for name in ("model_size", "threads", "prompts", "tokens", "question")}
     theirs = {"peer_megabytes": peer["bytes"] / args.prompts / 1e6, "peer_equal": peer["equal"]}

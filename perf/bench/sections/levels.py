@@ -25,12 +25,9 @@ from ....memory.pages import hugepages
 from ....ops.library import native_library
 from ....ops.library.native_descriptors import ELEMENT_OF
 from ...report.table import Table, rows_table
-from ..context import Context
+from ..context import RANKS, Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
-
-RANKS = (8, 16, 32, 64)
-"""Ranks of the adapters, two of each."""
 
 #: Case → number of sequences, whether they are prompts, and the ranks of their adapters.
 CASES: dict[str, tuple[int, bool, tuple[int, ...]]] = {
@@ -47,7 +44,7 @@ def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, and the time at the machine's limit as a share of them."""
     turns = Turns.of(context)
     has_adapters = read_model_config(_config(context)).recurrent is None  # the benchmark's adapters are for all layers
-    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items() if has_adapters}
+    adapters = context.mixed_adapters() if has_adapters else {}
     builds = {name: path for name, path in context.beside.items() if path.suffix == ".so"}
     found: dict[str, Any] = {"prompt_tokens": turns.prompt, "rates": {}, "rows": []}
     with ExitStack() as stack:

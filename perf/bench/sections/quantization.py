@@ -16,7 +16,7 @@ from ....ops.library import native_library
 from ...report.table import Goal, Table, rows_table
 from ..context import Context
 from ..timer import ratio
-from .levels import CASES, RANKS, Turns, rates
+from .levels import CASES, Turns, rates
 
 PLAIN = "bf16"
 """Weights as they are: float32 in a smoke run."""
@@ -37,7 +37,7 @@ def run(context: Context) -> dict[str, Any]:
     bytes as a share of them.
     """
     turns = Turns.of(context)
-    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    adapters = context.mixed_adapters()
     found: dict[str, Any] = {"prompt_tokens": turns.prompt, "level": native_library.level(), "read": 0.0, "rows": []}
     with ExitStack() as stack:
         engines = {name: turns.engine(stack, context, adapters, **fields) for name, fields in FORMS.items()}

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from ...report.table import Table, rows_table
-from ..context import Context
+from ..context import RANKS, Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
-
-RANKS = (8, 16, 32, 64)
-"""LoRA ranks of the adapters."""
 
 _ROWS = 8
 
@@ -28,24 +24,14 @@ def run(context: Context) -> dict[str, Any]:
     """
     count = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
     rounds, steps, prompt = context.pick(1, 7, 15), context.pick(3, 40, 40), context.pick(8, 128, 128)
-    adapters: dict[str, Path] = {}
-    for rank in RANKS:
-        adapters |= context.adapters(rank, 1)
+    adapters = context.mixed_adapters(1)
     names: list[str | None] = [*adapters] * (_ROWS // len(RANKS))
     found: dict[str, Any] = {"ranks": count, "timed": "engine steps by the host clock, medians", "rows": []}
+    limits = {"max_seqs": _ROWS, "max_batched": 2048, "max_len": prompt + steps + 64, "threads": count}
     with ExitStack() as stack:
         engines = {
             size: stack.enter_context(
-                Subject(
-                    context,
-                    adapters,
-                    max_seqs=_ROWS,
-                    max_batched=2048,
-                    max_len=prompt + steps + 64,
-                    inline_reads=True,
-                    tensor_parallel_size=size,
-                    threads=count,
-                )
+                Subject(context, adapters, inline_reads=True, tensor_parallel_size=size, **limits)
             )
             for size in {1, count}
         }
