@@ -55,12 +55,19 @@ FLAGS = [
 ROOT = Path(__file__).resolve().parent
 
 
+LEFT_OUT = ["tests*", "examples*", "docs*", "build*", "perf.*"]
+KEPT = ["perf.plan*", "perf.simulate*", "perf.workload*"]
+"""`chorus plan` and `chorus simulate`. Of `perf`, benchmarks and what measures them stay in the repository."""
+
+MODULES_LEFT_OUT = {("chorus", "setup"), ("chorus.perf", "inline_reads")}
+
+
 class Modules(build_py):
-    """Leaves this file out of the package that it stands in."""
+    """Leaves out this file, and what only benchmarks and tests use, of the packages that they stand in."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         found = super().find_package_modules(package, package_dir)
-        return [module for module in found if module[:2] != ("chorus", "setup")]
+        return [module for module in found if module[:2] not in MODULES_LEFT_OUT]
 
 
 class Libraries(build_ext):
@@ -118,7 +125,8 @@ def units() -> list[str]:
 
 def packages() -> list[str]:
     """The repository root is the package `chorus`."""
-    found = find_packages(str(ROOT), exclude=["tests*", "examples*", "docs*", "build*"])
+    found = find_packages(str(ROOT), exclude=LEFT_OUT)
+    found += find_packages(str(ROOT), include=KEPT, exclude=["perf.simulate.agreement"])
     return ["chorus", *(f"chorus.{name}" for name in found)]
 
 

@@ -13,6 +13,12 @@ from pathlib import Path
 
 LEVELS = {"x86_64": {"avx2", "avx512", "avx512bf16", "amx"}, "aarch64": {"neon"}}
 
+LEFT_OUT = (
+    "tests/",
+    "chorus/tests/",
+    *(f"chorus/perf/{name}/" for name in ("bench", "gate", "kernels", "profile", "report")),
+)
+
 
 def faults(wheel: Path) -> list[str]:
     """What is wrong with a wheel."""
@@ -22,7 +28,7 @@ def faults(wheel: Path) -> list[str]:
     if architecture is None:
         return [f"{wheel.name}: is for none of {', '.join(LEVELS)}"]
     found = [f"{wheel.name}: has no library for {level}" for level in sorted(LEVELS[architecture] - built)]
-    return found + [f"{wheel.name}: ships {name}" for name in names if name.startswith(("tests/", "chorus/tests/"))]
+    return found + [f"{wheel.name}: ships {name}" for name in names if name.startswith(LEFT_OUT)]
 
 
 if __name__ == "__main__":

@@ -11,24 +11,18 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.requests.request import Request
-from ...core.requests.request_params import RequestParams
 from ...memory.files.config import CONFIG_FILE
-from ..inline_reads import InlineReads
 from ..report.command import judge, parser
-from ..report.table import Goal, Table
+from ..report.table import Goal, rows_table
+from .driving import asked, first_token_seconds, opened
 from .models.random_model import RandomModel, adapters, checkpoint
 from .models.sizes import SIZES
 from .timer import in_turns, ratio
@@ -54,20 +48,15 @@ class Asker:
     def __init__(self, engine: Engine, prefix: list[int], tail: int, vocab: int) -> None:
         """tail: tokens after the invocation, other ones in each request."""
         self._engine, self._prefix, self._tail, self._vocab = engine, prefix, tail, vocab
-        self._random, self._ids = Random(1), count()
+        self._random = Random(1)
         self.cached: dict[str | None, int] = {}
         """The fewest cached tokens of a request, by adapter."""
 
     def seconds(self, adapter: str | None) -> float:
         """Seconds to the first token of a new request."""
         tail = [self._random.randrange(8, self._vocab) for _ in range(self._tail)]
-        wanted = RequestParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        request = Request(f"q{next(self._ids)}", self._prefix + INVOCATION + tail, wanted, adapter)
-        began = time.perf_counter()
-        self._engine.add_request(request)
-        while self._engine.has_work():
-            self._engine.step()
-        seconds = time.perf_counter() - began
+        request = asked(self._prefix + INVOCATION + tail, adapter)
+        seconds = first_token_seconds(self._engine, request)
         self.cached[adapter] = min(request.num_cached_tokens, self.cached.get(adapter, request.num_cached_tokens))
         return seconds
 
@@ -90,16 +79,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: Any, work: Path) -> int:
     geometry = SIZES[arguments.size].geometry
     model = RandomModel(geometry, (arguments.rank,) * arguments.adapters)
-    config = EngineConfig(
-        model=checkpoint(model, work),
-        device="cpu",
-        threads=arguments.threads,
-        max_model_len=arguments.prefix + arguments.tail + len(INVOCATION) + 2,
-        memory_bytes=1 << 30,
-        speculation="off",
-    )
-    engine = Engine.from_config(config, InlineReads())
-    try:
+    room = arguments.prefix + arguments.tail + len(INVOCATION) + 2
+    limits = {"threads": arguments.threads, "max_model_len": room, "memory_bytes": 1 << 30}
+    with opened(checkpoint(model, work), **limits) as engine:
         names = [f"a{index}" for index in range(arguments.adapters)]
         for name, source in zip(names, adapters(model, work).values(), strict=True):
             engine.store.register(name, activated(source, work / name))
@@ -109,17 +91,15 @@ def _run(arguments: Any, work: Path) -> int:
         for adapter in (None, *names):  # the first computes the prompt, the others load their adapter
             asker.seconds(adapter)
         asker.cached.clear()
-        work_of: dict[str, Callable[[], float]] = {"base": partial(asker.seconds, None)}
-        work_of |= {name: partial(asker.seconds, name) for name in names}
-        seconds = in_turns(work_of, arguments.rounds)
-    finally:
-        engine.close()
-    table = Table("activated LoRA", ["model", "cached tokens", "shortest, ms", "ratio to base, in pairs"])
+        models = {"base": None, **{name: name for name in names}}
+        seconds = in_turns({name: partial(asker.seconds, each) for name, each in models.items()}, arguments.rounds)
     ratios = {name: ratio(seconds, name, "base") for name in names}
-    table.add("base", asker.cached[None], min(seconds["base"]) * 1e3, 1.0)
-    for name in names:
-        table.add(name, asker.cached[name], min(seconds[name]) * 1e3, ratios[name])
-    table.show()
+    rows = [
+        {"model": name, "cached": asker.cached[each], "shortest": min(seconds[name]), "ratio": ratios.get(name, 1.0)}
+        for name, each in models.items()
+    ]
+    columns = "model | cached tokens: cached | shortest, ms: shortest * 1e3 | ratio to base, in pairs: ratio"
+    rows_table("activated LoRA", columns, rows).show()
     worst = max(ratios, key=lambda name: ratios[name])
     goals = [
         Goal("time to the first token, over the base model's", ratios[worst], BAR, at_most=True, where=worst),

@@ -23,22 +23,17 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from ...memory.host.child_python import python_command
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
-from .context import Context
+from .context import on_cpu
 from .models.random_model import AdapterForm
 from .models.sizes import SIZES
-from .store import ResultStore
 from .subject import Subject
-from .timer import WallTimer, in_turns
-
-RANKS = (8, 16, 32, 64)
-"""Ranks of the adapters, two of each."""
+from .timer import in_turns
 
 MOST_TIME = 0.85
 """Most that adapters may add to a step, of what they add in the build beside."""
@@ -93,21 +88,16 @@ class Build:
 
 def measure(size: str, load: str, steps: int, threads: int, turns: Callable[[Callable[[], Turn]], None]) -> None:
     """Make an engine and hand a function that measures a turn to `turns`."""
-    with TemporaryDirectory(prefix="chorus-adapters-") as name:
-        work = Path(name)
-        context = Context("cpu", SIZES[size], quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
+    with on_cpu(SIZES[size]) as context:
         if load == "mixed":
-            adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+            adapters = context.mixed_adapters()
         else:
             form = AdapterForm.HEAD if load == "unused" else AdapterForm(load)
             rank = HEAD_RANK if form is AdapterForm.HEAD else 1
             adapters = context.adapters(rank, _ROWS // 2, form)
         base: list[str | None] = [None] * _ROWS
-        limits: dict[str, Any] = {
-            "max_seqs": _ROWS,
-            "max_batched": _ROWS * _PROMPT,
-            "max_len": _PROMPT + 2 * steps + 64,
-        }
+        room = {"max_batched": _ROWS * _PROMPT, "max_len": _PROMPT + 2 * steps + 64}
+        limits: dict[str, Any] = {"max_seqs": _ROWS, **room}
 
         @contextmanager
         def engine(adapters: Mapping[str, Path]) -> Iterator[Subject]:
@@ -157,12 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.worker:
         measure(args.model_size, args.load, args.steps, args.threads, _answer)
         return 0
-    flags = [
-        f"--model-size={args.model_size}",
-        f"--load={args.load}",
-        f"--steps={args.steps}",
-        f"--threads={args.threads}",
-    ]
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("model_size", "load", "steps", "threads")]
     pythons = {"this": sys.executable} | ({"beside": args.beside} if args.beside else {})
     with ExitStack() as stack:
         builds = {name: stack.enter_context(Build(python, flags)) for name, python in pythons.items()}

@@ -27,55 +27,7 @@ from .environment import COMMIT_VARIABLE, commit
 
 #: Packages that the engine, its GPU tests and this benchmark import beyond torch, triton, cupy, transformers and
 #: accelerate with their dependencies. FlashInfer is pinned: prebuilt modules belong to one version.
-PACKAGES = (
-    "flashinfer-python==0.6.4",
-    "apache-tvm-ffi",
-    "nvidia-ml-py",
-    "requests",
-    "urllib3",
-    "idna",
-    "certifi",
-    "charset-normalizer",
-    "packaging",
-    "typing-extensions",
-    "pydantic",
-    "pydantic-core",
-    "annotated-types",
-    "typing-inspection",
-    "pydantic-settings",
-    "python-dotenv",
-    "starlette",
-    "uvicorn",
-    "httptools",
-    "h11",
-    "anyio",
-    "click",
-    "httpx",
-    "httpcore",
-    "prometheus-client",
-    "jinja2",
-    "markupsafe",
-    "rich",
-    "markdown-it-py",
-    "mdurl",
-    "pygments",
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "execnet",
-    "pluggy",
-    "iniconfig",
-    "hypothesis",
-    "sortedcontainers",
-    "peft",
-    "nvtx",
-    "msgpack",
-    "orjson",
-    "llguidance",
-    "python-multipart",
-    "shtab",
-    "allpairspy",
-)
+PACKAGES = tuple(Path(__file__).with_name("carried.txt").read_text("utf-8").split())
 
 #: The project's own dependencies that a machine with torch and transformers has.
 WITH_TORCH = {"torch", "transformers", "huggingface-hub", "tokenizers", "safetensors", "numpy"}
@@ -101,22 +53,9 @@ _UNPACK = (
 def download(packages: Sequence[str], python: str, out: Path) -> None:
     """Put a wheel of each package for `python` (`3.12`) into `out`. Dependencies are not followed: name them, too."""
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
-    command = [
-        *python_command("pip"),
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--implementation",
-        "cp",
-        "--python-version",
-        python,
-        *platforms,
-        "--dest",
-        str(out),
-        *packages,
-    ]
+    flags = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    where = ["--python-version", python, *platforms, "--dest", str(out)]
+    command = [*python_command("pip"), "download", *flags, *where, *packages]
     subprocess.run(command, check=True)
 
 

@@ -19,13 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.config import EngineConfig
-from ...core.engine import Engine
-from ...core.requests.request import Request
-from ...core.requests.request_params import RequestParams
-from ..inline_reads import InlineReads
 from ..report.command import conclude, count, parser, say
-from ..report.table import Table
+from ..report.table import rows_table
+from .driving import asked, opened
 from .machine import processor
 from .models.families import FAMILIES
 from .models.sizes import SIZES, ModelSize
@@ -35,32 +31,15 @@ KERNELS = ("torch", "native")
 
 def logprobs(model: Path, kernels: str, chunk: int, prompt: list[int]) -> list[float]:
     """Log-probabilities of a prompt's tokens but the first, read in chunks of so many tokens."""
-    config = EngineConfig.model_validate(
-        {
-            "model": model,
-            "device": "cpu",
-            "dtype": "bfloat16",
-            "cpu_kernels": kernels,
-            "max_model_len": len(prompt) + 16,
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": chunk,
-            "memory_bytes": 256 << 20,
-            "prefix_cache": False,
-            "speculation": "off",
-            "threads": torch.get_num_threads(),
-        }
-    )
-    engine = Engine.from_config(config, InlineReads())
-    try:
-        request = Request("q", prompt, RequestParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True))
-        engine.add_request(request)
+    limits = {"max_model_len": len(prompt) + 16, "max_num_seqs": 1, "max_num_batched_tokens": chunk}
+    own = {"dtype": "bfloat16", "cpu_kernels": kernels, "prefix_cache": False, "threads": torch.get_num_threads()}
+    with opened(model, memory_bytes=256 << 20, **limits, **own) as engine:
+        engine.add_request(asked(prompt, prompt_logprobs=0))
         found: list[float] = []
         while engine.has_work():
             for output in engine.step():
                 found += [one.logprob for one in output.prompt_logprobs or ()]
         return found
-    finally:
-        engine.close()
 
 
 def random_weights(model: Path, hidden: int) -> Path:
@@ -100,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=count, default=512, help="of the prompt")
     add("--chunk", type=count, default=64, help="tokens of a chunk")
     args = command.parse_args(argv)
-    table = Table("log-probabilities, whole prompt and chunks", ["family", "computed by", "largest", "mean", "tokens"])
     found: list[dict[str, Any]] = []
     for family in args.families:
         for kernels in KERNELS:
@@ -109,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             shape = replace(size, family=family, geometry=replace(size.geometry, layers=args.layers))
             one = measured(shape, kernels, args.tokens, args.chunk)
             found.append({"family": family, "kernels": kernels, **one})
-            table.add(family, kernels, one.get("most"), one.get("mean"), one.get("tokens"))
-    table.show()
+    columns = "family | computed by: kernels | largest: most | mean | tokens"
+    rows_table("log-probabilities, whole prompt and chunks", columns, found).show()
     about = {"model_size": args.model_size, "layers": args.layers, "chunk": args.chunk}
     return conclude({"device": processor(), **about, "rows": found}, True)
 

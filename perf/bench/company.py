@@ -17,22 +17,17 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...memory.files.module_paths import ExpertForm
 from ..report.command import conclude, count, parser, say
-from ..report.table import Table
-from .context import Context
+from ..report.table import rows_table
+from .context import RANKS, Context, on_cpu
 from .machine import processor
 from .models.random_mixture import MixtureShape, MixtureSize, write_adapter
 from .models.sizes import SIZES
-from .store import ResultStore
 from .subject import Subject
-from .timer import WallTimer, in_turns, ratio
-
-RANKS = (8, 16, 32, 64)
-"""Ranks of a dense model's adapters, two of each."""
+from .timer import in_turns, ratio
 
 MIXTURE = "mixture"
 
@@ -60,12 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--rounds", type=count, default=5)
     command.add_argument("--threads", type=count, default=None, help="default: all processors")
     args = command.parse_args(argv)
-    with TemporaryDirectory(prefix="chorus-company-") as name:
-        work = Path(name)
-        is_mixture = args.model_size == MIXTURE
-        size = SIZES["170m" if is_mixture else args.model_size]
-        context = Context("cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
-        kinds = _of_mixture(context) if is_mixture else {"all": _of_ranks(context)}
+    is_mixture = args.model_size == MIXTURE
+    with on_cpu(SIZES["170m" if is_mixture else args.model_size]) as context:
+        kinds = _of_mixture(context) if is_mixture else {"all": context.mixed_adapters(_COUNT // len(RANKS))}
         most = max(args.sequences)
         limits = {"max_seqs": most, "max_batched": most * _PROMPT, "max_len": _PROMPT + 2 * args.steps + 64}
         more = {} if args.threads is None else {"threads": args.threads}
@@ -75,18 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             subject.load(list(everything))
             names = {kind: list(adapters) for kind, adapters in kinds.items()}
             rows = [row for number in args.sequences for row in _measured(subject, names, number, args)]
-    columns = ["sequences", "adapters on", "base, ms", "8 adapters, ms", "adapters / base", "tokens/s, adapters"]
-    table = Table("decode steps", columns)
-    for row in rows:
-        rate = row["sequences"] / row["mixed"]
-        table.add(row["sequences"], row["adapters"], 1e3 * row["base"], 1e3 * row["mixed"], row["ratio"], rate)
-    table.show()
+    columns = (
+        "sequences | adapters on: adapters | base, ms: base * 1e3 | 8 adapters, ms: mixed * 1e3 | "
+        "adapters / base: ratio | tokens/s, adapters: rate"
+    )
+    rows_table("decode steps", columns, ({**row, "rate": row["sequences"] / row["mixed"]} for row in rows)).show()
     return conclude({"device": processor(), "model_size": args.model_size, "rows": rows}, True)
-
-
-def _of_ranks(context: Context) -> dict[str, Path]:
-    per_rank = _COUNT // len(RANKS)
-    return {name: path for rank in RANKS for name, path in context.adapters(rank, per_rank).items()}
 
 
 def _of_mixture(context: Context) -> dict[str, dict[str, Path]]:

@@ -17,20 +17,18 @@ from functools import partial
 from itertools import count as numbers
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...core.cpus import available_cpus
 from ..report.command import conclude, count, parser, say
-from ..report.table import Table
-from .context import Context
+from ..report.table import rows_table
+from .context import Context, on_cpu
 from .machine import processor
 from .models.random_model import RandomModel, checkpoint
 from .models.sizes import SIZES
 from .sections import peers
-from .sections.peers import PEERS, RANKS, Load, Served
-from .store import ResultStore
-from .timer import WallTimer, in_turns, ratio
+from .sections.peers import PEERS, Load, Served
+from .timer import in_turns, ratio
 
 _DTYPE = "bfloat16"
 _OWN = "chorus"
@@ -52,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := ["".join(each) for each in parts if each[0] not in others or not each[2]]:
         command.error(f"--beside {unknown[0]}: give NAME=PATH, of {', '.join(others)}")
     paths = {name: Path(path) for name, _, path in parts}
-    with TemporaryDirectory(prefix="chorus-company-") as name, ExitStack() as stack:
-        work, size = Path(name), SIZES[args.model_size]
-        context = Context("cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
+    with on_cpu(SIZES[args.model_size]) as context, ExitStack() as stack:
         load = _load(context, args)
         servers = dict[str, Served]()
         for peer in (_OWN, *paths):
@@ -63,15 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.callback(servers[peer].signal, suspend=False)  # it must be able to end
             servers[peer].signal(suspend=True)
         rows = [row for number in args.sequences for row in _measured(context, load, servers, number, args)]
-    table = Table("answers", ["sequences", "server", "base, tokens/s", "8 adapters, tokens/s", "base / adapters"])
-    for row in rows:
-        table.add(row["sequences"], row["server"], row["base"], row["mixed"], row["ratio"])
-    table.show()
+    columns = "sequences | server | base, tokens/s: base | 8 adapters, tokens/s: mixed | base / adapters: ratio"
+    rows_table("answers", columns, rows).show()
     return conclude({"device": processor(), "model_size": args.model_size, "rows": rows}, True)
 
 
 def _load(context: Context, args: Namespace) -> Load:
-    files = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    files = context.mixed_adapters()
     model = checkpoint(RandomModel(context.size.geometry, dtype=_DTYPE), context.work_dir)
     room = args.prompt_tokens + args.output_tokens + 16
     return Load(model, files, room, _DTYPE, args.threads, requests=max(args.sequences))

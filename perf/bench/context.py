@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +22,10 @@ from .models.random_model import AdapterForm, RandomModel
 from .models.random_model import adapters as random_adapters
 from .models.sizes import ModelSize, is_smoke
 from .store import ResultStore
-from .timer import Timer
+from .timer import Timer, WallTimer
+
+RANKS = (8, 16, 32, 64)
+"""Ranks of mixed adapters."""
 
 
 class Floors(NamedTuple):
@@ -138,6 +142,10 @@ class Context:
         (source,) = random_adapters(model, self.work_dir).values()
         return self.links(source, f"{kind}{rank}", count)
 
+    def mixed_adapters(self, per_rank: int = 2) -> dict[str, Path]:
+        """So many adapters of each of `RANKS`."""
+        return {name: path for rank in RANKS for name, path in self.adapters(rank, per_rank).items()}
+
     def links(self, source: Path, kind: str, count: int) -> dict[str, Path]:
         """`count` adapters that are links to one, by name."""
         named = self.work_dir / "linked" / self.dtype_name
@@ -173,3 +181,11 @@ class Context:
             prefill_flops,
             step_bytes,
         )
+
+
+@contextmanager
+def on_cpu(size: ModelSize, **more: Any) -> Iterator[Context]:
+    """A context of its own for a measurement on the CPU, in a folder that is removed at the end."""
+    with TemporaryDirectory(prefix="chorus-bench-") as name:
+        work = Path(name)
+        yield Context("cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work, **more)

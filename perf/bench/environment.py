@@ -16,17 +16,8 @@ COMMIT_VARIABLE = "CHORUS_COMMIT"
 _DIRTY = "-dirty"
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = (
-    "torch",
-    "triton",
-    "flashinfer-python",
-    "apache-tvm-ffi",
-    "cupy-cuda13x",
-    "cupy-cuda12x",
-    "transformers",
-    "numpy",
-    "vllm",
-)
+_OF_GPUS = ("flashinfer-python", "apache-tvm-ffi", "cupy-cuda13x", "cupy-cuda12x")
+_PACKAGES = ("torch", "triton", *_OF_GPUS, "transformers", "numpy", "vllm")
 
 
 def describe(device: str, *, opened: bool = True) -> dict[str, Any]:

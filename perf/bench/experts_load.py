@@ -26,13 +26,9 @@ from typing import Any
 
 import torch
 
-from ...core.config import EngineConfig
 from ...core.costs.measure import forget_file
-from ...core.engine import Engine
 from ...core.executors.adapters import ModelAdapters
 from ...core.model.read_config import read_model_config
-from ...core.requests.request import Request
-from ...core.requests.request_params import RequestParams
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.form import WEIGHTS_FILE
@@ -45,7 +41,8 @@ from ...memory.pages.eviction import EvictionOrder, RestoreCosts
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
 from ..report.command import judge, parser
-from ..report.table import Goal, Table
+from ..report.table import Goal, Table, rows_table
+from .driving import asked, first_token_seconds, opened
 from .models.random_mixture import MixtureShape, write_adapter
 
 PLAIN_BAR = 0.5
@@ -185,10 +182,10 @@ class FirstTokens:
     def __init__(self, model: Path, prompt: int, num_bytes: int, threads: int) -> None:
         """num_bytes: of adapters in pages."""
         layout_bytes = _page_bytes(model)
-        config = EngineConfig(
-            model=model,
+        self._opened = opened(
+            model,
+            inline_reads=False,
             load_format="dummy",
-            device="cpu",
             max_model_len=prompt + 512,
             max_num_seqs=4,
             max_num_batched_tokens=max(64, prompt),
@@ -197,22 +194,14 @@ class FirstTokens:
             prefix_cache=False,
             threads=threads,
         )
-        self.engine = Engine.from_config(config)
         self._prompt = [3 + index % 61 for index in range(prompt)]
-        self._number = 0
 
     def __enter__(self) -> FirstTokens:
+        self.engine = self._opened.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
-
-    def _add(self, adapter: str | None, tokens: int) -> Request:
-        self._number += 1
-        params = RequestParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        request = Request(f"r{self._number}", list(self._prompt), params, adapter)
-        self.engine.add_request(request)
-        return request
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
 
     def to_disk(self, path: Path) -> Adapter:
         """Forget pages and host image of the adapter."""
@@ -223,16 +212,7 @@ class FirstTokens:
 
     def seconds(self, adapter: str | None = NAME) -> float:
         """Seconds until the first token of a request that arrives now."""
-        began = time.perf_counter()
-        request = self._add(adapter, 1)
-        while not request.num_output_tokens:
-            for output in self.engine.step():
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-        found = time.perf_counter() - began
-        while self.engine.has_work():
-            self.engine.step()
-        return found
+        return first_token_seconds(self.engine, asked(self._prompt, adapter))
 
     def load_seconds(self, path: Path) -> float:
         """Seconds in which the engine's store brings the adapter into pages, without a request."""
@@ -244,7 +224,8 @@ class FirstTokens:
 
     def steps_beside(self, path: Path | None, count: int) -> list[float]:
         """Seconds of decode steps of the base model, while the adapter is read, if a path is given."""
-        request, store = self._add(None, count + 1), self.engine.store
+        request, store = asked(self._prompt, max_tokens=count + 1), self.engine.store
+        self.engine.add_request(request)
         while not request.num_output_tokens:
             self.engine.step()
         adapter = None if path is None else self.to_disk(path)
@@ -365,35 +346,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table_of_loads(loads: dict[str, Any]) -> Table:
-    table = Table("load of an adapter on all experts", ["", "value"])
-    table.add("file, MB", loads["file_bytes"] / 1e6)
-    table.add("pages, and the same in the host cache, MB", loads["pages_bytes"] / 1e6)
-    table.add("header read and checked, s", loads["register_seconds"])
-    table.add("weights read and copied into pages, s", loads["load_seconds"])
-    table.add("bytes read and copied once, s", loads["plain_seconds"])
-    table.add("MB/s", loads["mb_per_second"])
-    table.add("processor time of the load, s", loads["processor_seconds"])
-    table.add("processor time of reading and copying once, s", loads["plain_processor_seconds"])
-    table.add("peak memory above what is kept, MB", loads["above_bytes"] / 1e6)
-    table.add("longest wait of another thread, ms", loads["pause_seconds"] * 1e3)
-    table.add("hash of the content, s", loads["hash_seconds"])
+    times = (
+        "header read and checked, s: register_seconds | weights read and copied into pages, s: load_seconds | "
+        "bytes read and copied once, s: plain_seconds | MB/s: mb_per_second | "
+        "processor time of the load, s: processor_seconds | "
+        "processor time of reading and copying once, s: plain_processor_seconds | "
+        "peak memory above what is kept, MB: above_bytes * 1e-6 | "
+        "longest wait of another thread, ms: pause_seconds * 1e3 | hash of the content, s: hash_seconds"
+    )
+    sizes = "file, MB: file_bytes * 1e-6 | pages, and the same in the host cache, MB: pages_bytes * 1e-6"
+    whole, table = (
+        rows_table("", f"{sizes} | {times}", [loads]),
+        Table("load of an adapter on all experts", ["", "value"]),
+    )
+    for row in zip(whole.columns, *whole.rows, strict=True):
+        table.add(*row)
     return table
 
 
 def _table_of_first_tokens(first: dict[str, Any]) -> Table:
-    columns = {
-        "adapter in pages": "warm_seconds",
-        "load": "load_seconds",
-        "adapter on disk": "cold_seconds",
-        "overlap": "overlap",
-        "begun in a load": "streamed",
-        "step": "step_seconds",
-        "longest": "longest_alone",
-        "beside a load": "longest_beside",
-    }
-    table = Table("first token, s", list(columns))
-    table.add(*(first[name] for name in columns.values()))
-    return table
+    columns = (
+        "adapter in pages: warm_seconds | load: load_seconds | adapter on disk: cold_seconds | overlap | "
+        "begun in a load: streamed | step: step_seconds | longest: longest_alone | beside a load: longest_beside"
+    )
+    return rows_table("first token, s", columns, [first])
 
 
 if __name__ == "__main__":

@@ -39,20 +39,15 @@ from unittest.mock import patch
 from ...core.executors.cuda import CudaExecutor
 from ...ops.attention.attention_plan import PlanBuffers
 from ..report.command import conclude, parser
+from ..report.table import rows_table
 from .idle_engine import GEOMETRY, StubDevice, add, decoding, idle_engine
 from .launches import decode_launches, prompt_launches
 from .machine import processor
-from .sections.registry import rows_table
 from .table_bytes import all_table_bytes
 
 
 def host_times(
-    rows: int,
-    tokens: int,
-    lora: bool,
-    steps: int,
-    work_dir: Path,
-    clock: Callable[[], float] = time.perf_counter,
+    rows: int, tokens: int, lora: bool, steps: int, work_dir: Path, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
     """Microseconds of each part of a step of `rows` decoding sequences of `tokens` tokens and more; lora: an adapter
     each.
@@ -153,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for pieces in (False, True)
     )
-    rows_table("host time of a decode step, µs", {name: name for name in found[0]}, found).show()
+    rows_table("host time of a decode step, µs", " | ".join(found[0]), found).show()
     launches: list[dict[str, Any]] = []
     if layer:
         launches = [*decode_launches(args.work_dir), *prompt_launches(args.work_dir)]
@@ -162,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             (f"host time of a layer of a prefill of {args.prompt} tokens, µs", layers),
             ("launches of a layer", launches),
         ):
-            rows_table(title, {name: name for name in rows[0]}, rows).show()
+            rows_table(title, " | ".join(rows[0]), rows).show()
     tables = all_table_bytes()
-    rows_table("bytes of adapter tables", {name: name for name in tables[0]}, tables).show()
+    rows_table("bytes of adapter tables", " | ".join(tables[0]), tables).show()
     result = {"tables": tables, "cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
     return conclude({"device": processor(), "steps": args.steps, **result}, ok=True)
 

@@ -104,14 +104,7 @@ _FLASHINFER = SimpleNamespace(
 
 @contextmanager
 def idle_engine(
-    rows: int,
-    max_len: int,
-    lora: bool,
-    work_dir: Path,
-    device: StubDevice,
-    *,
-    forward: bool = False,
-    **fields: Any,
+    rows: int, max_len: int, lora: bool, work_dir: Path, device: StubDevice, *, forward: bool = False, **fields: Any
 ) -> Iterator[Engine]:
     """Engine on a fake device. forward: steps compute, as far as the caller allows. fields: more of `EngineConfig`."""
     model = random_model.RandomModel(GEOMETRY, (_RANK,) * rows if lora else ())

@@ -21,12 +21,10 @@ from typing import Any
 
 import torch
 
-from ...core.config import EngineConfig
-from ...core.engine import Engine
-from ..inline_reads import InlineReads
 from ..report.command import count, judge, parser, say
-from ..report.table import Goal, Table
+from ..report.table import Goal, rows_table
 from .activated import INVOCATION, Asker, activated
+from .driving import opened
 from .machine import processor
 from .models.random_model import RandomModel, adapters, checkpoint
 from .models.sizes import SIZES
@@ -51,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds, cached = _measured(arguments, Path(work))
     found = {kind: median(each) for kind, each in seconds.items()}
     ratio = found["activated"] / found["plain"]
-    table = Table(
-        f"first token, prompt of {arguments.prompt} tokens", ["model", "cached tokens", "ms", "over plain LoRA"]
-    )
-    for kind, value in found.items():
-        table.add(kind, cached[kind], 1e3 * value, value / found["plain"])
-    table.show()
+    rows = [
+        {"model": kind, "cached": cached[kind], "seconds": value, "ratio": value / found["plain"]}
+        for kind, value in found.items()
+    ]
+    columns = "model | cached tokens: cached | ms: seconds * 1e3 | over plain LoRA: ratio"
+    rows_table(f"first token, prompt of {arguments.prompt} tokens", columns, rows).show()
     goal = Goal("activated over plain", ratio, MOST, at_most=True)
     result = {"device": processor(), "model_size": arguments.size, "prompt": arguments.prompt}
     return judge({**result, "seconds": seconds, "cached": cached}, [goal])
@@ -67,16 +65,8 @@ def _measured(arguments: Any, work: Path) -> tuple[dict[str, list[float]], dict[
     room = arguments.prompt + arguments.tail + len(INVOCATION) + 2
     geometry = replace(SIZES[arguments.size].geometry, positions=room)
     model = RandomModel(geometry, (arguments.rank,) * (arguments.invocations + 1))
-    config = EngineConfig(
-        model=checkpoint(model, work),
-        device="cpu",
-        threads=arguments.threads,
-        max_model_len=room,
-        memory_bytes=arguments.memory,
-        speculation="off",
-    )
-    engine = Engine.from_config(config, InlineReads())
-    try:
+    limits = {"threads": arguments.threads, "max_model_len": room, "memory_bytes": arguments.memory}
+    with opened(checkpoint(model, work), **limits) as engine:
         plain, *others = adapters(model, work).values()
         engine.store.register("plain", plain)
         names = [f"activated-{index}" for index in range(len(others))]
@@ -95,8 +85,6 @@ def _measured(arguments: Any, work: Path) -> tuple[dict[str, list[float]], dict[
             for kind, asked in (("base", [None]), ("activated", names), ("plain", ["plain"])):
                 seconds[kind] += [asker.seconds(name) for name in asked]
                 cached[kind] = min(cached[kind], *(asker.cached[name] for name in asked))
-    finally:
-        engine.close()
     return seconds, cached
 
 

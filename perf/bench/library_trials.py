@@ -39,10 +39,7 @@ from .machine import processor
 NAMES = [
     f"model.layers.{layer}.{part}"
     for layer in range(64)
-    for part in (
-        *(f"self_attn.{one}_proj" for one in "qkvo"),
-        *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
-    )
+    for part in (*(f"self_attn.{one}_proj" for one in "qkvo"), *(f"mlp.{one}_proj" for one in ("gate", "up", "down")))
 ]
 
 PATTERNS = {

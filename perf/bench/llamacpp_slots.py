@@ -18,25 +18,20 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...core.requests.request import Request
-from ...core.requests.request_params import RequestParams
 from ...memory.pages.eviction import RestoreCosts
 from ..report.command import count, judge, parser, say
-from ..report.table import Goal, Table
-from .context import Context
+from ..report.table import Goal, rows_table
+from .context import Context, on_cpu
+from .driving import asked, first_token_seconds
 from .llamacpp_steps import write_gguf
 from .machine import processor
 from .models.sizes import SIZES
-from .store import ResultStore
 from .subject import Subject
-from .timer import WallTimer
 
 ANSWER = 2
 """Tokens of an answer."""
@@ -61,31 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     def question() -> list[int]:
         return [draw.randrange(3, size.geometry.vocab) for _ in range(args.question)]
 
-    with TemporaryDirectory(prefix="chorus-slots-") as name:
-        work = Path(name)
+    with on_cpu(size) as context:
+        work = context.work_dir
         say("llama.cpp")
         model = write_gguf(size, work / "model.gguf")
         peer = peer_times(
             args.tree, model, work, [prompt + question() for prompt in prompts], args.question, args.threads
         )
         say("chorus")
-        context = Context("cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
         ours = own_times(context, prompts, question, args.threads)
-    found = {
-        "device": processor(),
-        "model_size": args.model_size,
-        "threads": args.threads,
-        "prompts": args.prompts,
-        "tokens": args.tokens,
-        "question": args.question,
-        "rows": rows_of(ours, peer),
-        "peer_megabytes": peer["bytes"] / args.prompts / 1e6,
-        "peer_equal": peer["equal"],
-    }
-    table = Table("median time to first token, ms", ["prefix", "ours", "over computing", "llama.cpp", "over computing"])
-    for row in found["rows"]:
-        table.add(row["prefix"], 1e3 * row["ours"], row["share"], 1e3 * row["peer"], row["peer_share"])
-    table.show()
+    sizes = {name: getattr(args, name) for name in ("model_size", "threads", "prompts", "tokens", "question")}
+    theirs = {"peer_megabytes": peer["bytes"] / args.prompts / 1e6, "peer_equal": peer["equal"]}
+    found = {"device": processor(), **sizes, "rows": rows_of(ours, peer), **theirs}
+    columns = "prefix | ours: ours * 1e3 | over computing: share | llama.cpp: peer * 1e3 | over computing: peer_share"
+    rows_table("median time to first token, ms", columns, found["rows"]).show()
     return judge(found, goals(found["rows"]))
 
 
@@ -183,16 +167,8 @@ def _prefer_copies(subject: Subject, context: Context) -> None:
 
 def _first_token(subject: Subject, prompt: Sequence[int], question: Sequence[int], least: float) -> float:
     """Seconds to a request's first token. Raises RuntimeError unless at least this part of the prompt was cached."""
-    engine = subject.engine
-    params = RequestParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-    request = Request(f"{time.monotonic_ns()}", [*prompt, *question], params, None)
-    began = time.perf_counter()
-    engine.add_request(request)
-    while not request.num_output_tokens:
-        subject.step()
-    seconds = time.perf_counter() - began
-    while engine.has_work():
-        subject.step()
+    request = asked([*prompt, *question], max_tokens=ANSWER)
+    seconds = first_token_seconds(subject.engine, request)
     if not least * len(prompt) <= request.num_cached_tokens <= (len(prompt) if least else 0):
         raise RuntimeError(f"{request.num_cached_tokens} of a prompt's {len(prompt)} tokens were cached")
     return seconds

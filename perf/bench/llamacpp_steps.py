@@ -30,16 +30,14 @@ import torch
 from ...core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from ...core.model.read_config import read_model_config
 from ..report.command import count, judge, parser, say
-from ..report.table import Goal, Table
-from .context import Context
+from ..report.table import Goal, rows_table
+from .context import on_cpu
 from .machine import processor
 from .models.families import fields_of
 from .models.sizes import SIZES, ModelSize
 from .sections.families import weights_of
 from .sections.levels import prefill, rates
-from .store import ResultStore
 from .subject import Subject
-from .timer import WallTimer
 
 ARCHITECTURES = {"llama": "llama", "qwen3-moe": "qwen3moe"}
 """llama.cpp's names of the families whose files can be written."""
@@ -85,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain = write_gguf(size, work / "model.gguf")
         race = partial(_race, args.tree, size, load, work, args.threads, args.rounds)
         found["rows"] = [row for each in args.quantization for row in race(plain, each)]
-    table = Table("tokens/s", ["weights", "case", "ours", "llama.cpp", "ours / llama.cpp", "of the reading rate"])
-    for row in found["rows"]:
-        table.add(*(row[key] for key in ("quantization", "case", "ours", "peer", "ratio", "share")))
-    table.show()
+    columns = (
+        "weights: quantization | case | ours | llama.cpp: peer | ours / llama.cpp: ratio | of the reading rate: share"
+    )
+    rows_table("tokens/s", columns, found["rows"]).show()
     return judge(found, goals(found["rows"]))
 
 
@@ -106,19 +104,15 @@ def _race(
     """A row per case: medians of tokens per second, and of the ratio in one turn."""
     say(quantization)
     engine = {} if quantization == PLAIN else {"quantization": quantization, "quantize_lm_head": "true"}
-    context = Context(
-        "cpu", size, quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work, engine=engine
-    )
     model = quantised(tree, plain, quantization)
     limits: dict[str, Any] = {"max_seqs": 8, "max_batched": 8 * load.prompt, "max_len": load.prompt + load.steps + 24}
     turns = []
-    with Subject(context, {}, threads=threads, **limits) as subject:
+    with on_cpu(size, engine=engine) as context, Subject(context, {}, threads=threads, **limits) as subject:
         weights = weights_of(read_model_config(subject.model), 1)
         for _ in range(rounds + 1):  # the first warms both up
             theirs = peer_rates(tree, model, load, threads)
             turns.append({case: (_ours(subject, load, *what), theirs[case]) for case, what in CASES.items()})
-        reading = rates(context, threads)["read"]
-    num_bytes = bytes_of(context.quantiser, weights)
+        reading, num_bytes = rates(context, threads)["read"], bytes_of(context.quantiser, weights)
     rows = []
     for case in CASES:
         ours, peer = ([turn[case][who] for turn in turns[1:]] for who in (0, 1))

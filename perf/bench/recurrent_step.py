@@ -69,13 +69,7 @@ class Step:
         """Bytes of state per second, read and written."""
         indptr = range(self.case.sequences + 1)
         _, seconds = run_delta(
-            self._mixed,
-            self._weights,
-            self._before,
-            indptr,
-            after=self._after,
-            threads=self._threads,
-            times=times,
+            self._mixed, self._weights, self._before, indptr, after=self._after, threads=self._threads, times=times
         )
         return self.case.bytes_moved / seconds
 

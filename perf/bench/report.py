@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..report.table import Goal, Table, goal_table
+from ..report.table import Goal, Table, goal_table, rows_table
 from .goals import goals
 from .models.sizes import is_smoke
-from .sections.registry import SECTIONS, rows_table, section
+from .sections.registry import SECTIONS, section
 
 REPORT = "report.txt"
 SMOKE = "smoke run, not a measurement"
@@ -60,7 +60,7 @@ def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
         if values is not None:
             tables = section(name).tables(values)
             if lost := values.get("not_measured"):
-                tables.append(rows_table(f"{name}: not measured", {"case": "case", "because": "why"}, lost))
+                tables.append(rows_table(f"{name}: not measured", "case | because: why", lost))
             for table in tables:
                 if name in combined["partial"]:
                     table.title += " (incomplete)"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 DONE, FAILED, RUNNING = "done", "failed", "running"
 RESULT = "result.json"
@@ -109,21 +110,10 @@ class ResultStore:
 
     def _write(self, path: Path, value: Any) -> None:
         """Write atomically: a reader never sees half a file."""
-        text = json.dumps(_finite(value), indent=1)
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)  # infinity is null there
         draft = path.with_name(f".{path.name}-draft")
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(text)
         os.replace(draft, path)
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON can't represent."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _shown(settings: Mapping[str, Any]) -> str:

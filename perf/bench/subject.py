@@ -25,7 +25,8 @@ from ...memory.adapters.adapter import Tier
 from ...memory.transfers.pinned import CHUNK_BYTES
 from ..inline_reads import InlineReads
 from .context import Context
-from .models.sizes import NamedShape
+from .models.random_mixture import MixtureSize
+from .models.sizes import ModelSize
 
 #: Largest rank that the engine supports.
 MAX_RANK = 64
@@ -64,7 +65,7 @@ class Subject:
         max_len: int,
         inline_reads: bool = False,
         shadow: bool = False,
-        size: NamedShape | None = None,
+        size: ModelSize | MixtureSize | None = None,
         clock: Callable[[], float] = time.perf_counter,
         **fields: Any,
     ) -> None:

@@ -16,28 +16,24 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from ...ops.library import native_library
 from ..bench.allocator import Study
-from ..bench.context import Context
+from ..bench.context import on_cpu
 from ..bench.host_time import host_times, prefill_time, timed
 from ..bench.machine import processor
 from ..bench.models.sizes import Geometry, ModelSize
 from ..bench.schedule_time import Load, schedule_times
-from ..bench.store import ResultStore
 from ..bench.subject import Subject
-from ..bench.timer import WallTimer
 from ..report.command import conclude, parser
 from ..report.table import Table
 
 #: Large enough that a step is mostly GEMMs, small enough for a CI runner with two processors.
 GEOMETRY = Geometry(hidden=512, ffn=1536, layers=4, heads=8, kv_heads=2, vocab=4096, positions=512)
 _REQUESTS, _PROMPT, _OUTPUT = 8, 32, 24
-_RANKS = (8, 16, 32, 64)  # ranks of the adapters, two of each
 
 _LOAD = Load(running=64, waiting=200, adapters=200)
 _POOL_PAGES, _POOL_ADAPTERS, _POOL_CYCLES = 1024, 40, 150
@@ -64,19 +60,10 @@ def main(argv: list[str] | None = None) -> int:
 def measure(rounds: int) -> dict[str, Any]:
     """The result for the gate's suite `cpu`; needs Triton."""
     began = time.perf_counter()
-    with TemporaryDirectory(prefix="chorus-gate-") as name:
-        directory = Path(name)
-        size = ModelSize("gate", GEOMETRY, {})
-        context = Context(
-            "cpu", size, quick=True, timer=WallTimer(), store=ResultStore(directory, {}), work_dir=directory
-        )
-        adapters = {name: path for rank in _RANKS for name, path in context.adapters(rank, 2).items()}
-        limits: dict[str, Any] = {
-            "max_seqs": _REQUESTS,
-            "max_batched": 1024,
-            "max_len": 2 * (_PROMPT + _OUTPUT),
-            "threads": 1,
-        }
+    with on_cpu(ModelSize("gate", GEOMETRY, {})) as context:
+        adapters, directory = context.mixed_adapters(), context.work_dir
+        limits: dict[str, Any] = {"max_seqs": _REQUESTS, "max_batched": 1024, "max_len": 2 * (_PROMPT + _OUTPUT)}
+        limits["threads"] = 1
         with Subject(context, adapters, inline_reads=True, **limits) as subject:
             subject.load(list(adapters))
             _round(subject, directory)  # the first is slower: caches are cold and nothing is compiled

@@ -23,24 +23,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..report.command import conclude, count, parser
-from ..report.table import Table
+from ..report.table import rows_table
 from .variants import SHARED_LIMIT, compile_all, plain_variants, translate_all, variants
 
 _COLUMNS = (
-    "arch",
-    "kernel",
-    "group",
-    "dtype",
-    "tokens",
-    "rank",
-    "regs",
-    "spills",
-    "shared",
-    "matrix",
-    "wide",
-    "loads",
-    "bars",
-    "KiB/SM",
+    "arch | kernel | group | dtype | tokens | rank: max_rank | regs: registers | spills: spill_bytes | "
+    "shared: shared_bytes | matrix | wide: wide_loads | loads: loads_before | bars: barriers | KiB/SM: kib_in_flight"
 )
 
 
@@ -71,27 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.keep:
         rows = (f"{json.dumps(key)}: {json.dumps(fields)}" for key, fields in sorted(known.items()))
         args.known.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")
-    table = Table("compiled", _COLUMNS)
+    rows = []
     for line in lines:
-        variant = line.variant
-        cells = (
-            line.arch,
-            variant.kernel,
-            variant.group,
-            variant.dtype,
-            variant.tokens,
-            variant.max_rank or None,
-            line.registers,
-            line.spill_bytes,
-            line.shared_bytes,
-            line.matrix or None,
-            line.wide_loads,
-            line.loads_before if variant.pointer else None,
-            line.barriers,
-            line.bytes_in_flight >> 10,
-        )
-        table.add(*cells)
-    table.show()
+        row = line.as_dict()
+        row |= {name: row[name] or None for name in ("max_rank", "matrix")}
+        row |= {"kib_in_flight": line.bytes_in_flight >> 10, **({} if line.variant.pointer else {"loads_before": None})}
+        rows.append(row)
+    rows_table("compiled", _COLUMNS, rows).show()
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     for failure in failures:
         print(f"FAILED {failure}")

@@ -5,12 +5,13 @@ Tests: tests/perf/kernels/test_kernels.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib import import_module
 from itertools import product
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,26 +67,35 @@ SHARED_LIMIT = 99 * 1024
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
-#: `sgmv_triton.Adapters`.
-_ADAPTERS = (
-    ("h", "*fp32"),
-    ("arena", "*own"),
-    *((name, "*i32") for name in ("tiles", "offsets", "places")),
-    ("first_elem", "*i64"),
-    ("pages", "*i32"),
-)
-
 #: Pointers to memory that exists before a step's first launch.
 _READY = {"arena", "data", "scales", "zeros", "bias", "norm", "indptr", "last_page_len", "indices"}
 _READY |= {"tiles", "offsets", "places", "first_elem", "pages", "weight"}
 
-#: `small_gemm_triton.Weight`: in the variant's dtype, and narrow, with scales.
-_PLAIN = ("data", "*own"), ("scales", "*own"), ("zeros", "*own")
+
+def _types(text: str) -> dict[str, str]:
+    """Types by name from `a b: TYPE, c: TYPE`."""
+    parts = (each.rpartition(": ") for each in text.split(", "))
+    return {name: kind for names, _, kind in parts for name in names.split()}
+
+
+Fields = tuple[tuple[str, str], ...]
+"""Pointers that are one argument: the names of its fields, with their types."""
+
+_FILE = tomllib.loads(Path(__file__).with_name("signatures.toml").read_text("utf-8"))
+_GROUPS: dict[str, Fields] = {name: tuple(_types(text).items()) for name, text in _FILE["groups"].items()}
+_ADAPTERS = _GROUPS["adapters"]
+
+#: Kernel → its module of `ops`, and its arguments with their types.
+_SIGNATURES: dict[str, tuple[str, dict[str, str | Fields]]] = {
+    kernel: (module, {name: _GROUPS.get(kind, kind) for name, kind in _types(text).items()})
+    for module, kernels in _FILE["kernels"].items()
+    for kernel, text in kernels.items()
+}
 
 
 def _weight_fields(form: small.WeightForm) -> Fields:
     if form is small.FULL:
-        return _PLAIN
+        return _GROUPS["weight"]
     numbers = "*fp32" if not form.float4 else "*u8"
     return ("data", "*i32" if form.unit == 32 else "*u8"), ("scales", numbers), ("zeros", numbers)
 
@@ -93,53 +103,55 @@ def _weight_fields(form: small.WeightForm) -> Fields:
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
 
-Fields = tuple[tuple[str, str], ...]
-"""Pointers that are one argument: the names of its fields, with their types."""
-
-
 class Elementwise(NamedTuple):
     """A launch that reads no adapter."""
 
-    module: str
-    """Module of `ops`."""
     kernel: str
     constants: dict[str, Any]
     options: dict[str, int | bool]
-    own: tuple[str, ...]
-    """Arguments that point to the variant's dtype."""
-    others: dict[str, str | Fields]
-    """Other arguments, with their types; `*own`: a pointer to the variant's dtype."""
+    arguments: dict[str, str | Fields]
+    """With their types; `*own`: a pointer to the variant's dtype."""
     pointer: str = ""
     """The argument for weights, or keys, which are multiplied on tensor cores."""
     has_rows: bool = True
     """False: a program reads and writes some numbers of tables, no rows of them."""
+
+    @property
+    def module(self) -> str:
+        """Module of `ops`."""
+        return _SIGNATURES[self.kernel][0]
+
+    @property
+    def has_dtypes(self) -> bool:
+        return "*own" in self.arguments.values()
+
+
+def _launch(
+    kernel: str,
+    constants: Any,
+    options: dict[str, int | bool],
+    pointer: str = "",
+    *,
+    changed: Mapping[str, str | Fields] = MappingProxyType({}),
+    has_rows: bool = True,
+) -> Elementwise:
+    """changed: types of arguments that are others than those of `signatures.toml`."""
+    return Elementwise(kernel, {"C": constants}, options, {**_SIGNATURES[kernel][1], **changed}, pointer, has_rows)
 
 
 def _strides(*names: str) -> dict[str, str]:
     return {f"{name}_stride": "i32" for name in names}
 
 
-_elementwise = partial(Elementwise, "elementwise.elementwise_triton")
-
-
 def _norm(hidden: int, add: bool, *, centered: bool = False, wide: bool = False) -> Elementwise:
-    return _elementwise(
-        "rms_norm_rows",
-        {"C": elementwise_schedule.norm_constants(hidden, add, centered=centered, wide=wide)},
-        elementwise_schedule.norm_options(hidden),
-        ("y", "x", "residual", *(() if wide else ("norm",))),
-        {**({"norm": "*fp32"} if wide else {}), "eps": "fp32", **_strides("x", "y", "residual")},
-    )
+    its = elementwise_schedule
+    constants = its.norm_constants(hidden, add, centered=centered, wide=wide)
+    return _launch("rms_norm_rows", constants, its.norm_options(hidden), changed={"norm": "*fp32"} if wide else {})
 
 
 def _gated(ffn: int, gating: Gating, alpha: float = 0.0, limit: float = 0.0) -> Elementwise:
-    return _elementwise(
-        "gate_and_mul_rows",
-        {"C": GatedConstants(ffn, gating, alpha, limit)},
-        elementwise_schedule.gated_options(),
-        ("y", "gate_up"),
-        _strides("gate_up", "y"),
-    )
+    constants = GatedConstants(ffn, gating, alpha, limit)
+    return _launch("gate_and_mul_rows", constants, elementwise_schedule.gated_options())
 
 
 def _rotary(
@@ -148,20 +160,11 @@ def _rotary(
     """dim: elements of a head that are rotated, by default all. more: of `RotaryConstants`."""
     dim = head_dim if dim is None else dim
     constants = elementwise_schedule.RotaryConstants(heads, kv_heads, head_dim, dim, float8=float8, **more)
-    cache = "*u8" if float8 else "*own"
-    return _elementwise(
-        "rotate_and_write_heads",
-        {"C": constants},
-        elementwise_schedule.rotary_options(interleaved=constants.interleaved),
-        ("q", "qkv", *(() if constants.wide else ("q_norm", "k_norm"))),
-        {
-            **(dict.fromkeys(("q_norm", "k_norm"), "*fp32") if constants.wide else {}),
-            "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
-            "slots": (("k_cache", cache), ("v_cache", cache), ("page", "*i64"), ("offset", "*i64")),
-            **dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32"),
-            **_strides("qkv", "table", "page", "token", "head"),
-        },
-    )
+    options = elementwise_schedule.rotary_options(interleaved=constants.interleaved)
+    changed: dict[str, Any] = {"q_norm": "*fp32", "k_norm": "*fp32"} if constants.wide else {}
+    if float8:
+        changed["slots"] = tuple((name, "*u8" if name.endswith("cache") else kind) for name, kind in _GROUPS["slots"])
+    return _launch("rotate_and_write_heads", constants, options, changed=changed)
 
 
 def _latents(heads: int, key_dim: int, rotated: int, kv_rank: int, **more: Any) -> Elementwise:
@@ -169,19 +172,8 @@ def _latents(heads: int, key_dim: int, rotated: int, kv_rank: int, **more: Any) 
     constants = elementwise_schedule.LatentConstants(
         heads, 1, rotated, rotated, key_dim=key_dim, kv_rank=kv_rank, has_norm=True, **more
     )
-    return _elementwise(
-        "rotate_and_write_latents",
-        {"C": constants},
-        elementwise_schedule.rotary_options(),
-        ("q", "given_q", "kept", *(() if constants.wide else ("norm",))),
-        {
-            **({"norm": "*fp32"} if constants.wide else {}),
-            "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
-            "slots": (("k_cache", "*own"), ("v_cache", "*own"), ("page", "*i64"), ("offset", "*i64")),
-            "eps": "fp32",
-            **_strides("q", "kept", "table", "page", "token"),
-        },
-    )
+    changed = {"norm": "*fp32"} if constants.wide else {}
+    return _launch("rotate_and_write_latents", constants, elementwise_schedule.rotary_options(), changed=changed)
 
 
 _EACH, _WHOLE = HeadNorming.EACH, HeadNorming.WHOLE
@@ -244,21 +236,9 @@ def _product(
             _sgmv_shape(decode(rows, max_rank), GROUPS[group][1], d_in, itemsize=2, max_rank=max_rank)
         )
 
-    return Elementwise(
-        "gemm.small_gemm_triton",
-        "multiply_rows",
-        constants={"C": small.gemm_constants(schedule, d_in, d_out, form, silu=silu, shape=shape)},
-        options=small.gemm_options(schedule),
-        own=("y", "x", "bias"),
-        others={
-            "weight": _weight_fields(form),
-            "adapters": _ADAPTERS,
-            **_COUNTS,
-            "num_tiles": "i32",
-            **_strides("x"),
-        },
-        pointer="data",
-    )
+    constants = small.gemm_constants(schedule, d_in, d_out, form, silu=silu, shape=shape)
+    options = small.gemm_options(schedule)
+    return _launch("multiply_rows", constants, options, "data", changed={"weight": _weight_fields(form)})
 
 
 def _products(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwise]]:
@@ -309,15 +289,7 @@ PRODUCTS = dict(
 
 def _split(d_in: int, d_out: int) -> Elementwise:
     constants = SplitConstants(d_in, d_out, bias=False)
-    return Elementwise(
-        "gemm.split_gemm_triton",
-        "multiply_parts",
-        constants={"C": constants},
-        options=split_options(constants),
-        own=("y", "x", "data", "bias"),
-        others={"partial": "*fp32", "arrived": "*i32", "tokens": "i32", **_strides("x")},
-        pointer="data",
-    )
+    return _launch("multiply_parts", constants, split_options(constants), "data")
 
 
 #: GEMMs whose inputs several programs share.
@@ -325,25 +297,16 @@ SPLIT = {"split.o": _split(4096, 4096), "split.down": _split(14336, 4096)}
 
 #: Narrow weights widened for a GEMM of many rows.
 WIDENED = {
-    f"widen-{name}": Elementwise(
-        "gemm.narrow_weights_triton",
+    f"widen-{name}": _launch(
         "widen_rows",
-        constants={"C": WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros, form.float8)},
-        options={"num_warps": WIDEN_WARPS},
-        own=("out",),
-        others={**dict(_weight_fields(form)), "outputs": "i32"},
+        WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros, form.float8),
+        {"num_warps": WIDEN_WARPS},
+        changed=dict(_weight_fields(form)),
     )
     for name, form in FORMS.items()
-} | {
-    "widen-mxfp4": Elementwise(
-        "gemm.narrow_weights_triton",
-        "widen_float4_rows",
-        constants={"C": WidenConstants(14336, 4, FLOAT4_GROUP, zeros=False)},
-        options={"num_warps": WIDEN_WARPS},
-        own=("out",),
-        others={"data": "*i32", "scales": "*u8", "outputs": "i32"},
-    )
 }
+_WIDEN4 = WidenConstants(14336, 4, FLOAT4_GROUP, zeros=False)
+WIDENED["widen-mxfp4"] = _launch("widen_float4_rows", _WIDEN4, {"num_warps": WIDEN_WARPS})
 
 #: MXFP4, of which only kernels with operands swapped and those of experts multiply weights.
 _MXFP4 = small.WeightForm(4, FLOAT4_GROUP, float4=True)
@@ -354,15 +317,8 @@ def _swapped(d_in: int, d_out: int, rows: int, form: small.WeightForm) -> Elemen
     form = form if form.group < d_in else form._replace(group=0)
     tile = swapped.tile_of(rows, form)
     constants = swapped.swapped_constants(d_in, d_out, tile, form)
-    return Elementwise(
-        "gemm.swapped_gemm_triton",
-        "multiply_swapped",
-        constants={"C": constants},
-        options=swapped.swapped_options(tile, form),
-        own=("y", "x", "bias"),
-        others={"weight": _weight_fields(form), "rows": "i32", **_strides("x")},
-        pointer="data",
-    )
+    options = swapped.swapped_options(tile, form)
+    return _launch("multiply_swapped", constants, options, "data", changed={"weight": _weight_fields(form)})
 
 
 #: GEMMs of all tiles with narrow weights as the first operand, of 14336 inputs and 4096 columns; of 4 bits without zero
@@ -382,18 +338,13 @@ SWAPPED = {
 
 #: Rows of activations rounded to FP8: of the widest norm and of the widest activation.
 ROUNDED = {
-    f"round-{name}.{width}": Elementwise(
-        "gemm.float8_rows_triton",
+    f"round-{name}.{width}": _launch(
         "round_float8_rows",
-        constants={"C": constants},
-        options={"num_warps": constants.warps},
-        own=("out", "x") if constants.dense else ("x",),
-        others={"x_stride": "i32", **({"scales": "*own"} if constants.dense else {"out": "*u8", "scales": "*fp32"})},
+        constants := RoundConstants(width, name == "dense"),
+        {"num_warps": constants.warps},
+        changed={} if constants.dense else {"out": "*u8", "scales": "*fp32"},
     )
-    for name, width, constants in (
-        (name, width, RoundConstants(width, name == "dense"))
-        for name, width in product(("dense", "float8"), (4096, 14336))
-    )
+    for name, width in product(("dense", "float8"), (4096, 14336))
 }
 
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of half of that, of Phi-3-mini and of the
@@ -439,22 +390,9 @@ def _attention(
     value_dim: int | None = None,
 ) -> Elementwise:
     shape, cache = (heads, kv_heads, head_dim, _BLOCK_TOKENS), _FLOAT8 if more.get("float8") else "*own"
-    return Elementwise(
-        "attention.attention_triton",
-        "attend_rows",
-        constants={"C": replace(attention_constants(*shape, itemsize, value_dim), **more)},
-        options=attention_options(value_dim or head_dim, itemsize),
-        own=("out", "q", "sinks"),
-        others={
-            **dict.fromkeys(("k_cache", "v_cache"), cache),
-            "planned": tuple((name, "*i32") for name in ("indptr", "last_page_len", "indices")),
-            "partial": (("sums", "*fp32"), ("tops", "*fp32"), ("totals", "*fp32"), ("arrived", "*i32")),
-            **dict.fromkeys(("scale", "softcap", "v_scale"), "fp32"),
-            "least": "i32",
-            **_strides("page", "token", "head"),
-        },
-        pointer="k_cache",
-    )
+    constants = replace(attention_constants(*shape, itemsize, value_dim), **more)
+    options = attention_options(value_dim or head_dim, itemsize)
+    return _launch("attend_rows", constants, options, "k_cache", changed={"k_cache": cache, "v_cache": cache})
 
 
 def _experts(
@@ -478,89 +416,66 @@ def _experts(
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
     constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers, is_wide=is_wide)
     constants = its.swapped(constants, form, is_wide=is_wide) if swaps else constants
-    return Elementwise(
-        "moe.swapped_tiles_triton" if swaps else "moe.expert_tiles_triton",
-        "multiply_swapped_tiles" if swaps else "multiply_tiles",
-        constants={"C": constants},
-        options=its.tile_options(constants),
-        own=("y", "x", "bias"),
-        others={
-            "weight": _weight_fields(form),
-            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i64" if of_pairs else "*i32"),
-            **_strides("x"),
-        },
-        pointer="data",
+    kernel = "multiply_swapped_tiles" if swaps else "multiply_tiles"
+    changed = dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i64") if of_pairs else {}
+    return _launch(
+        kernel, constants, its.tile_options(constants), "data", changed={"weight": _weight_fields(form), **changed}
     )
 
+
+_QWEN, _OSS = {"per_row": 8}, {"per_row": 4, "bias": True}
+_QWEN_GATED = {**_QWEN, "gate": expert_tiles_schedule.Gate()}
+_OSS_GATED = {**_OSS, "gate": expert_tiles_schedule.Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0)}
+_EXPERT_FORMS = FORMS | {"int8": small.WeightForm(8)}
+
+
+def _each(name: str, d_in: int, d_out: int, rows: Iterable[int], **more: Any) -> dict[str, Elementwise]:
+    return {f"{name}.{each}": _experts(d_in, d_out, each, **more) for each in rows}
+
+
+def _narrow(name: str, rows: Iterable[int], d_out: int, of_oss: Iterable[int], gated: bool, **more: Any) -> Any:
+    """Of Qwen3-30B-A3B in each form, and of gpt-oss in MXFP4."""
+    qwen, oss = (_QWEN_GATED, _OSS_GATED) if gated else (_QWEN, _OSS)
+    found = {}
+    for form, its in _EXPERT_FORMS.items():
+        found |= _each(f"{name}-{form}", 2048, d_out, rows, form=its, **qwen, **more)
+    return found | _each(f"{name}-mxfp4", 2880, 2880 if gated else 5760, of_oss, form=_MXFP4, **oss, **more)
+
+
+_ALL, _SOME = (64, 512, 2048), (64, 2048)
 
 #: Of Qwen3-30B-A3B's shapes, and of gpt-oss', with few rows and with many.
 EXPERTS = {
-    f"{name}.{rows}": _experts(*shape, rows, per_row=per_row, bias=name == "experts.biased")
-    for name, shape, per_row in (
-        ("experts.gu", (2048, 1536), 8),
-        ("experts.down", (768, 2048), 1),
-        ("experts.biased", (2880, 5760), 4),
-    )
-    for rows in (64, 512, 2048)
+    **_each("experts.gu", 2048, 1536, _ALL, **_QWEN),
+    **_each("experts.down", 768, 2048, _ALL, per_row=1),
+    **_each("experts.biased", 2880, 5760, _ALL, **_OSS),
 }
 
 #: The same with narrow weights; of gpt-oss in MXFP4. Sums of blocks are scaled in tiles of 64 rows at most.
-NARROW_EXPERTS = {
-    f"experts-{name}.{rows}": _experts(2048, 1536, rows, per_row=8, form=form)
-    for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-    for rows in (64, 2048)
-} | {f"experts-mxfp4.{rows}": _experts(2880, 5760, rows, per_row=4, bias=True, form=_MXFP4) for rows in (64, 512, 2048)}
-
-
-_SILU = expert_tiles_schedule.Gate()
-_SWIGLU = expert_tiles_schedule.Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0)
+NARROW_EXPERTS = _narrow("experts", _SOME, 1536, _ALL, gated=False)
 
 #: Gate and up of the same models with their activations in the launch.
 GATED_EXPERTS = {
-    **{f"gated.{rows}": _experts(2048, 768, rows, per_row=8, gate=_SILU) for rows in (64, 512, 2048)},
-    "gated.4": _experts(2048, 768, 4, per_row=8, gate=_SILU, of_pairs=True),
-    "gated-down.4": _experts(768, 2048, 4, per_row=1, of_pairs=True),
-    **{f"gated-biased.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, gate=_SWIGLU) for rows in (64, 2048)},
-    **{
-        f"gated-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU)
-        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-        for rows in (64, 2048)
-    },
-    **{
-        f"gated-mxfp4.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU)
-        for rows in (64, 2048)
-    },
+    **_each("gated", 2048, 768, _ALL, **_QWEN_GATED),
+    **_each("gated", 2048, 768, (4,), of_pairs=True, **_QWEN_GATED),
+    **_each("gated-down", 768, 2048, (4,), per_row=1, of_pairs=True),
+    **_each("gated-biased", 2880, 2880, _SOME, **_OSS_GATED),
+    **_narrow("gated", _SOME, 768, _SOME, gated=True),
 }
 
 #: The same with narrow weights as the first operand, and down of a few rows, unsorted.
 SWAPPED_EXPERTS = {
-    **{
-        f"swapped-experts-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU, swaps=True)
-        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-        for rows in (64, 2048)
-    },
-    **{
-        f"swapped-experts-mxfp4.{rows}": _experts(
-            2880, 2880, rows, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU, swaps=True
-        )
-        for rows in (64, 512, 2048)
-    },
-    "swapped-down-int4.4": _experts(768, 2048, 4, per_row=1, form=FORMS["int4"], of_pairs=True, swaps=True),
-    "swapped-down-int4.2048": _experts(768, 2048, 2048, per_row=1, form=FORMS["int4"], swaps=True),
+    **_narrow("swapped-experts", _SOME, 768, _ALL, gated=True, swaps=True),
+    **_each("swapped-down-int4", 768, 2048, (4,), per_row=1, form=FORMS["int4"], of_pairs=True, swaps=True),
+    **_each("swapped-down-int4", 768, 2048, (2048,), per_row=1, form=FORMS["int4"], swaps=True),
 }
 
 #: The same products in tiles of 64 rows and 256 columns.
 WIDE_EXPERTS = {
-    "wide.gated": _experts(2048, 768, 512, per_row=8, gate=_SILU, is_wide=True),
+    "wide.gated": _experts(2048, 768, 512, **_QWEN_GATED, is_wide=True),
     "wide.down": _experts(768, 2048, 512, per_row=1, is_wide=True),
-    "wide.biased": _experts(2880, 2880, 512, per_row=4, bias=True, gate=_SWIGLU, is_wide=True),
-    **{
-        f"wide-{name}.512": _experts(2048, 768, 512, per_row=8, form=form, gate=_SILU, swaps=True, is_wide=True)
-        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
-    },
-    "wide-mxfp4.512": _experts(
-        2880, 2880, 512, per_row=4, bias=True, form=_MXFP4, gate=_SWIGLU, swaps=True, is_wide=True
-    ),
+    "wide.biased": _experts(2880, 2880, 512, **_OSS_GATED, is_wide=True),
+    **_narrow("wide", (512,), 768, (512,), gated=True, swaps=True, is_wide=True),
 }
 
 
@@ -579,19 +494,7 @@ def _mixture_tiles(*, per_token: int, experts: int, adapters: int = 0) -> Elemen
         record=place_pages(page, slab),
         modules=5,
     )
-    written = (*((name, "*i32") for name in ("tiles", "offsets", "places")), ("first_elem", "*i64"), ("pages", "*i32"))
-    known = ("adapter_of", "*i32"), ("places_of", "*i64"), ("parts", "*i32"), ("pages_of", "*i32")
-    runs = ("chosen", "*i64"), ("group", "*i32"), ("first", "*i32"), ("end", "*i32")
-    numbers = dict.fromkeys(("layer", "layers", "max_pages", "num_tiles", "first_pair"), "i32")
-    return Elementwise(
-        "moe.mixture_tables_triton",
-        "write_tiles",
-        constants={"C": constants},
-        options={"num_warps": 1},
-        own=(),
-        others={"out": written, "known": known, "runs": runs, **numbers},
-        has_rows=False,
-    )
+    return _launch("write_tiles", constants, {"num_warps": 1}, has_rows=False)
 
 
 #: The tiles of a product of experts, of prompts and of decoding sequences, and of a router.
@@ -605,14 +508,9 @@ MIXTURE_TILES = {
 def _router(experts: int, hidden: int, rows: int, *, bias: bool = False, wide: bool = False) -> Elementwise:
     """rows: of a step. wide: the router is float32 and the rows are not."""
     constants = routing_schedule.router_constants(hidden, experts, rows, bias=bias, wide=wide)
-    return Elementwise(
-        "moe.routing_triton",
-        "multiply_router",
-        constants={"C": constants},
-        options=routing_schedule.router_options(constants),
-        own=("x",),
-        others={"y": "*fp32", "weight": "*fp32" if wide else "*own", "bias": "*fp32", "rows": "i32", **_strides("x")},
-        pointer="" if wide else "weight",
+    options = routing_schedule.router_options(constants)
+    return _launch(
+        "multiply_router", constants, options, "" if wide else "weight", changed={"weight": "*fp32"} if wide else {}
     )
 
 
@@ -628,43 +526,17 @@ def _choice(
         kept_groups=kept_groups,
         jitter=jitter,
     )
-    return Elementwise(
-        "moe.routing_triton",
-        "choose_experts",
-        constants={"C": choice_constants(routing, experts)},
-        options=routing_schedule.choice_options(),
-        own=(),
-        others={"chosen": "*i64", **dict.fromkeys(("weights", "logits", "correction"), "*fp32")},
-        has_rows=False,  # a few hundred bytes of logits
-    )
+    options = routing_schedule.choice_options()  # of a few hundred bytes of logits
+    return _launch("choose_experts", choice_constants(routing, experts), options, has_rows=False)
 
 
 def _sort(block_t: int, pairs: int, *, few: bool = False) -> Elementwise:
     constants = SortConstants(128, block_t, few, sort_block(pairs))
-    return Elementwise(
-        "moe.routing_triton",
-        "sort_pairs",
-        constants={"C": constants},
-        options=routing_schedule.sort_options(constants),
-        own=(),
-        others={
-            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
-            "chosen": "*i64",
-            "num_pairs": "i32",
-        },
-        has_rows=False,
-    )
+    return _launch("sort_pairs", constants, routing_schedule.sort_options(constants), has_rows=False)
 
 
 def _sum(width: int, per_token: int, *, shared: bool = False) -> Elementwise:
-    return Elementwise(
-        "moe.routing_triton",
-        "add_experts",
-        constants={"C": SumConstants(width, per_token, shared, shared)},
-        options=routing_schedule.sum_options(),
-        own=("out", "outputs", "shared"),
-        others=dict.fromkeys(("weights", "gates"), "*fp32"),
-    )
+    return _launch("add_experts", SumConstants(width, per_token, shared, shared), routing_schedule.sum_options())
 
 
 #: Routing in Qwen3-30B-A3B, with few rows and with many; the router and the choice of gpt-oss; experts in groups, as
@@ -685,20 +557,13 @@ ROUTING = {
     "routing.sum shared": _sum(2048, 8, shared=True),
 }
 
-_DRAWN = {"logits": "*own", "entries": "*fp64", "row_stride": "i32"}
-_PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
-_SUMS = {"sums": "*fp64"}
-
 
 def _draws(vocab: int) -> dict[str, Elementwise]:
-    its, constants = sampling_schedule, {"C": sampling_schedule.sampling_constants(vocab)}
-    read = {**_PEAKS, **_DRAWN}
-    drawn = {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32", **read}
-    made = partial(Elementwise, "sampling.sampling_triton")
+    its, constants = sampling_schedule, sampling_schedule.sampling_constants(vocab)
     return {
-        "peaks": made("find_peaks", constants, its.peak_options(), (), read),
-        "weights": made("weigh_blocks", constants, its.weigh_options(), (), {**_SUMS, **read}),
-        "tokens": made("pick_tokens", constants, its.pick_options(), (), drawn),
+        "peaks": _launch("find_peaks", constants, its.peak_options()),
+        "weights": _launch("weigh_blocks", constants, its.weigh_options()),
+        "tokens": _launch("pick_tokens", constants, its.pick_options()),
     }
 
 
@@ -711,20 +576,17 @@ _PLACES = {"convs_per_page": 5, "heads_per_page": 8, "conv_pages": 5}
 
 
 def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Elementwise]:
-    its, made = gated_delta_schedule, partial(Elementwise, "mixers.gated_delta_triton")
-    step = dict.fromkeys(("pages", "taps", "dt_bias", "a_log", "norm"), "*fp32") | {"table": "*i64", "eps": "fp32"}
-    step |= {"layer": "i32", **_strides("mixed", "out", "page")}
-    scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
+    its = gated_delta_schedule
     shape = {"k_heads": k_heads, "v_heads": v_heads, "k_dim": k_dim, "v_dim": v_dim, "conv": 4}
     options = its.step_options()
     plain = its.StepConstants(**shape, **_PLACES, num_pages=101)
     drafts = {"drafts_per_page": 15, "draft_page": 101, "most_drafts": MOST_DRAFTS}
     drafted = its.StepConstants(**shape, **_PLACES, **drafts, num_pages=114)
-    scanned = {"C": its.scan_constants(v_heads, k_dim, v_dim)}
+    scanned = its.scan_constants(v_heads, k_dim, v_dim)
     return {
-        "delta.step": made("step_heads", {"C": plain}, options, ("out", "mixed"), step),
-        "delta.drafted": made("step_heads", {"C": drafted}, options, ("out", "mixed"), step),
-        "delta.scan": made("scan_heads", scanned, its.scan_options(), (), scan),
+        "delta.step": _launch("step_heads", plain, options),
+        "delta.drafted": _launch("step_heads", drafted, options),
+        "delta.scan": _launch("scan_heads", scanned, its.scan_options()),
     }
 
 
@@ -735,12 +597,8 @@ DELTAS = _deltas(16, 32, 128, 128)
 def _vectors(group: str, *, undo: bool = False) -> Elementwise:
     """For bf16 pages; the kernel is the same for others but for the values of a page."""
     _, modules = GROUPS[group]
-    vectors = (("arena", "*fp32"), ("rows", "*i32"), ("first", "*i64"), ("pages", "*i32"))
-    others = {"vectors": vectors, **dict.fromkeys(("layer", "layers", "max_pages"), "i32"), **_strides("y")}
-    constants = {"C": vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], _MODULES, undo=undo)}
-    return Elementwise(
-        "lora.vectors_triton", "scale_rows", constants=constants, options=vector_options(), own=("y",), others=others
-    )
+    constants = vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], _MODULES, undo=undo)
+    return _launch("scale_rows", constants, vector_options())
 
 
 #: Launches of adapters' vectors in Llama-3.1-8B.
@@ -754,18 +612,8 @@ VECTORS = {
 def _latent_lora(*, absorbs: bool, terms: int = 1) -> Elementwise:
     """For 16 bits."""
     shape = 7, 128, 128, 512, PAGE_ELEMS, ITEMSIZE["bf16"], 64, place_pages(PAGE_ELEMS, SLAB_ELEMS), _MODULES
-    return Elementwise(
-        "attention.latents_triton",
-        "add_to_heads",
-        {"C": latent_lora_constants(*shape, absorbs=absorbs, terms=terms)},
-        latent_lora_options(absorbs=absorbs, terms=terms),
-        ("y", "x"),
-        {
-            "adapters": _ADAPTERS,
-            **dict.fromkeys(("layer", "layers", "max_pages"), "i32"),
-            **_strides("y", "y_head", "x", "x_head"),
-        },
-    )
+    constants = latent_lora_constants(*shape, absorbs=absorbs, terms=terms)
+    return _launch("add_to_heads", constants, latent_lora_options(absorbs=absorbs, terms=terms))
 
 
 #: Launches of adapters on kv_b_proj of DeepSeek-V3.
@@ -843,7 +691,7 @@ class Variant:
     def signature(self) -> dict[str, str | Fields]:
         own = f"*{self.dtype}"
         if (launch := self.launch) is not None:
-            found = {**dict.fromkeys(launch.own, own), **launch.others}
+            found = launch.arguments
         else:
             rows = "x" if self.kernel.startswith("shrink") else "y"
             found = {rows: own, "adapters": _ADAPTERS, **_COUNTS, **_strides(rows)}
@@ -933,37 +781,23 @@ def plain_variants() -> Iterator[Variant]:
                 dtype == "fp32" and group.startswith("float8")
             ):
                 yield Variant("attend_rows", group, dtype, 64)
-    for group, launch in (ELEMENTWISE | WIDENED | ROUNDED).items():
-        for dtype in ITEMSIZE:
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in PRODUCTS.items():
-        for dtype in ("bf16", "fp16"):
-            its: small.GemmConstants = launch.constants["C"]
-            most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
-            yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
-    for group, launch in SWAPPED.items():
-        for dtype in ("bf16", "fp16"):
-            yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in (LATENT_LORA | SPLIT).items():
-        for dtype in ("bf16", "fp16"):
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS | SWAPPED_EXPERTS | WIDE_EXPERTS).items():
-        for dtype in ("bf16", "fp16"):
-            yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in DRAWS.items():
-        for dtype in ITEMSIZE:
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in MIXTURE_TILES.items():
-        yield Variant(launch.kernel, group, "fp32", 64)
-    for group, launch in ROUTING.items():
-        for dtype in ("bf16", "fp16") if launch.own else ("fp32",):
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in VECTORS.items():
-        for dtype in ITEMSIZE:
-            yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in DELTAS.items():
-        for dtype in ITEMSIZE if launch.own else ("fp32",):
-            yield Variant(launch.kernel, group, dtype, 64)
+    for group, launch in PLAIN.items():
+        if group in PRODUCTS:
+            most = small.MAX_EXPANDED_ROWS if launch.constants["C"].parts else small.MAX_ROWS
+            tokens = min(launch.constants["C"].block_t, most)
+        else:
+            tokens = launch.constants["C"].block_t if group in _TILED else 64
+        for dtype in _dtypes(group, launch):
+            yield Variant(launch.kernel, group, dtype, tokens)
+
+
+_TILED = SWAPPED | EXPERTS | NARROW_EXPERTS | GATED_EXPERTS | SWAPPED_EXPERTS | WIDE_EXPERTS
+
+
+def _dtypes(group: str, launch: Elementwise) -> Iterable[str]:
+    if group in ELEMENTWISE | WIDENED | ROUNDED | DRAWS | VECTORS or (group in DELTAS and launch.has_dtypes):
+        return ITEMSIZE
+    return ("bf16", "fp16") if launch.has_dtypes else ("fp32",)
 
 
 def job_of(variant: Variant, arch: str) -> Job:

@@ -29,7 +29,9 @@ class Measured(NamedTuple):
     """A command, and the cells of a line of its table."""
 
     command: str
-    columns: Sequence[str]
+    """Below `chorus.perf`, with options."""
+    columns: str
+    """Divided by ` | `."""
     cells: Callable[[Values], Sequence[str]]
 
 
@@ -37,6 +39,27 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
+COMMANDS: dict[str, Measured] = {}
+"""By the name of the file."""
+
+Cells = Callable[[Values], Sequence[str]]
+
+
+def _measured(name: str, command: str, columns: str) -> Callable[[Cells], Cells]:
+    """Decorate what makes a command's cells."""
+
+    def note(cells: Cells) -> Cells:
+        COMMANDS[name] = Measured(command, columns, cells)
+        return cells
+
+    return note
+
+
+@_measured(
+    "many_adapters",
+    "bench.many_adapters",
+    "adapters | start, s | MB | hot p50, ms | cold p50, ms | hot p99, ms | cold p99, ms | errors | beside",
+)
 def _many(found: Values) -> list[str]:
     hot, cold = found["hot"], found["cold"]
     times = [_ms(each[mark]) for mark in ("p50", "p99") for each in (hot, cold)]
@@ -49,18 +72,17 @@ def _many(found: Values) -> list[str]:
     return [f"{found['adapters']:,}", start, memory, *times, str(found["errors"]), ", ".join(beside)]
 
 
+@_measured("killed_replica", "serving.killed_replica", "answers | wrong | lost | delayed | longest delay, s")
 def _killed(found: Values) -> list[str]:
     counts = [str(found[name]) for name in ("answers", "wrong", "lost", "delayed")]
     return [*counts, f"{found['longest_delay']:.2f}"]
 
 
-def _images(found: Values) -> list[str]:
-    beside = ("images", "requests")
-    texts, longest = ([f"{kind}: {found[name][kind]:.2f}" for kind in beside] for name in ("text", "longest"))
-    ratios = [f"{found['ratios'][name]:.2f}" for name in ("encoding", "adapters")]
-    return [found["model_size"], *ratios, ", ".join(texts), ", ".join(longest)]
-
-
+@_measured(
+    "invocations",
+    "bench.invocations",
+    "model | prompt tokens | plain LoRA, ms | activated, ms | activated / plain",
+)
 def _invocations(found: Values) -> list[str]:
     medians = {kind: sorted(each)[len(each) // 2] for kind, each in found["seconds"].items()}
     ratio = medians["activated"] / medians["plain"]
@@ -73,6 +95,47 @@ def _invocations(found: Values) -> list[str]:
     ]
 
 
+@_measured("company", "bench.company", "model | step of 8 mixed adapters / base, by sequences")
+def _company(found: Values) -> list[str]:
+    kinds = [f" on {row['adapters']}" if row.get("adapters", "all") != "all" else "" for row in found["rows"]]
+    rows = zip(found["rows"], kinds, strict=True)
+    return [found["model_size"], ", ".join(f"{row['sequences']}{kind}: {row['ratio']:.2f}" for row, kind in rows)]
+
+
+@_measured(
+    "families",
+    "bench --device cpu --model-size 170m --sections families",
+    "share of the limit over Llama's: decode, 1 row | 8 rows | prompts",
+)
+def _families(found: Values) -> list[str]:
+    rows: dict[str, list[str]] = {}
+    for row in found["values"]["rows"]:
+        if row["family"] != "llama":
+            rows.setdefault(row["case"], []).append(f"{row['family']}: {row['over_first']:.2f}")
+    return [", ".join(each) for each in rows.values()]
+
+
+@_measured(
+    "prefixes",
+    "bench --device cpu --model-size 125m --sections prefixes",
+    "prompts, tokens | computed, ms | first token from host memory / computed | from files / computed",
+)
+def _prefixes(found: Values) -> list[str]:
+    values = found["values"]
+    hits = {
+        tier: ", ".join(
+            f"{row['requests']}: {row[tier] / values['computed']:.2f}" for row in values["rows"] if row[tier]
+        )
+        for tier in ("host", "files")
+    }
+    return [f"{values['num_adapters']} of {values['prompt_tokens']:,}", _ms(values["computed"]), *hits.values()]
+
+
+@_measured(
+    "company_beside",
+    "bench.company_beside",
+    "model | base / 8 mixed adapters, by sequences | tokens/s of the adapters",
+)
 def _company_beside(found: Values) -> list[str]:
     by_server: dict[str, list[Values]] = {}
     for row in found["rows"]:
@@ -87,38 +150,16 @@ def _company_beside(found: Values) -> list[str]:
     return [found["model_size"], *cells]
 
 
-def _company(found: Values) -> list[str]:
-    kinds = [f" on {row['adapters']}" if row.get("adapters", "all") != "all" else "" for row in found["rows"]]
-    rows = zip(found["rows"], kinds, strict=True)
-    return [found["model_size"], ", ".join(f"{row['sequences']}{kind}: {row['ratio']:.2f}" for row, kind in rows)]
+_measured("company_mixture", "bench.company --model-size mixture", "model | step of 8 adapters / base, by sequences")(
+    _company
+)
 
 
-def _push(found: Values) -> list[str]:
-    floor = found["floor"]
-    ratios = {way: f"{sorted(each)[len(each) // 2] / floor:.2f}" for way, each in found["seconds"].items()}
-    ways = [ratios.get(way, "-") for way in ("form", "directory", "descriptor")]
-    return [f"{found['bytes'] / 1e6:.0f}", _ms(floor), *ways]
-
-
-def _families(found: Values) -> list[str]:
-    rows: dict[str, list[str]] = {}
-    for row in found["values"]["rows"]:
-        if row["family"] != "llama":
-            rows.setdefault(row["case"], []).append(f"{row['family']}: {row['over_first']:.2f}")
-    return [", ".join(each) for each in rows.values()]
-
-
-def _prefixes(found: Values) -> list[str]:
-    values = found["values"]
-    hits = {
-        tier: ", ".join(
-            f"{row['requests']}: {row[tier] / values['computed']:.2f}" for row in values["rows"] if row[tier]
-        )
-        for tier in ("host", "files")
-    }
-    return [f"{values['num_adapters']} of {values['prompt_tokens']:,}", _ms(values["computed"]), *hits.values()]
-
-
+@_measured(
+    "llamacpp_steps",
+    "bench.llamacpp_steps TREE",
+    "family | ours / llama.cpp: decode, 1 row | 8 rows | a prompt | 8 prompts",
+)
 def _llamacpp(found: Values) -> list[str]:
     rows: dict[str, list[str]] = {}
     for row in found["rows"]:
@@ -126,101 +167,47 @@ def _llamacpp(found: Values) -> list[str]:
     return [found["family"], *(", ".join(each) for each in rows.values())]
 
 
+@_measured(
+    "llamacpp_slots",
+    "bench.llamacpp_slots TREE",
+    "model | prompt, question | ours and llama.cpp's, ms: computed | from host memory, a slot | from files, a slot",
+)
 def _slots(found: Values) -> list[str]:
     rows = {row["prefix"]: row for row in found["rows"]}
     both = [f"{_ms(row['ours'])} and {_ms(row['peer'])}" for row in rows.values()]
     return [found["model_size"], f"{found['tokens']:,} and {found.get('question', 1)}", *both]
 
 
+@_measured(
+    "images",
+    "bench.images",
+    "tower | encoder / transformers | 8 adapters / none | text beside images / alone | longest step / median",
+)
+def _images(found: Values) -> list[str]:
+    beside = ("images", "requests")
+    texts, longest = ([f"{kind}: {found[name][kind]:.2f}" for kind in beside] for name in ("text", "longest"))
+    ratios = [f"{found['ratios'][name]:.2f}" for name in ("encoding", "adapters")]
+    return [found["model_size"], *ratios, ", ".join(texts), ", ".join(longest)]
+
+
+@_measured("push", "bench.push", "MB | hash and two copies, ms | form / that | directory / that | descriptor / that")
+def _push(found: Values) -> list[str]:
+    floor = found["floor"]
+    ratios = {way: f"{sorted(each)[len(each) // 2] / floor:.2f}" for way, each in found["seconds"].items()}
+    ways = [ratios.get(way, "-") for way in ("form", "directory", "descriptor")]
+    return [f"{found['bytes'] / 1e6:.0f}", _ms(floor), *ways]
+
+
+@_measured(
+    "chunk_difference",
+    "bench.chunk_difference",
+    "tokens of a chunk | largest difference of a log-probability, PyTorch's operators",
+)
 def _chunks(found: Values) -> list[str]:
     rows = [
         f"{row['family']}: {row['most']:.4f}" for row in found["rows"] if row["kernels"] == "torch" and "most" in row
     ]
     return [str(found["chunk"]), ", ".join(rows)]
-
-
-COMMANDS = {
-    "many_adapters": Measured(
-        "python -m chorus.perf.bench.many_adapters",
-        [
-            "adapters",
-            "start, s",
-            "MB",
-            "hot p50, ms",
-            "cold p50, ms",
-            "hot p99, ms",
-            "cold p99, ms",
-            "errors",
-            "beside",
-        ],
-        _many,
-    ),
-    "killed_replica": Measured(
-        "python -m chorus.perf.serving.killed_replica",
-        ["answers", "wrong", "lost", "delayed", "longest delay, s"],
-        _killed,
-    ),
-    "invocations": Measured(
-        "python -m chorus.perf.bench.invocations",
-        ["model", "prompt tokens", "plain LoRA, ms", "activated, ms", "activated / plain"],
-        _invocations,
-    ),
-    "company": Measured(
-        "python -m chorus.perf.bench.company", ["model", "step of 8 mixed adapters / base, by sequences"], _company
-    ),
-    "families": Measured(
-        "python -m chorus.perf.bench --device cpu --model-size 170m --sections families",
-        ["share of the limit over Llama's: decode, 1 row", "8 rows", "prompts"],
-        _families,
-    ),
-    "prefixes": Measured(
-        "python -m chorus.perf.bench --device cpu --model-size 125m --sections prefixes",
-        ["prompts, tokens", "computed, ms", "first token from host memory / computed", "from files / computed"],
-        _prefixes,
-    ),
-    "company_beside": Measured(
-        "python -m chorus.perf.bench.company_beside",
-        ["model", "base / 8 mixed adapters, by sequences", "tokens/s of the adapters"],
-        _company_beside,
-    ),
-    "company_mixture": Measured(
-        "python -m chorus.perf.bench.company --model-size mixture",
-        ["model", "step of 8 adapters / base, by sequences"],
-        _company,
-    ),
-    "llamacpp_steps": Measured(
-        "python -m chorus.perf.bench.llamacpp_steps TREE",
-        ["family", "ours / llama.cpp: decode, 1 row", "8 rows", "a prompt", "8 prompts"],
-        _llamacpp,
-    ),
-    "llamacpp_slots": Measured(
-        "python -m chorus.perf.bench.llamacpp_slots TREE",
-        [
-            "model",
-            "prompt, question",
-            "ours and llama.cpp's, ms: computed",
-            "from host memory, a slot",
-            "from files, a slot",
-        ],
-        _slots,
-    ),
-    "images": Measured(
-        "python -m chorus.perf.bench.images",
-        ["tower", "encoder / transformers", "8 adapters / none", "text beside images / alone", "longest step / median"],
-        _images,
-    ),
-    "push": Measured(
-        "python -m chorus.perf.bench.push",
-        ["MB", "hash and two copies, ms", "form / that", "directory / that", "descriptor / that"],
-        _push,
-    ),
-    "chunk_difference": Measured(
-        "python -m chorus.perf.bench.chunk_difference",
-        ["tokens of a chunk", "largest difference of a log-probability, PyTorch's operators"],
-        _chunks,
-    ),
-}
-"""By the name of the file."""
 
 
 def page(results: Path) -> str:
@@ -240,9 +227,9 @@ def _lines(results: Path) -> Iterator[str]:
         found = [(folder, json.loads(path.read_text("utf-8"))) for folder, path in files if path.exists()]
         if not found:
             continue
-        yield f"## `{measured.command}`\n"
-        yield f"| date | commit | machine | {' | '.join(measured.columns)} |"
-        yield "|---" * (3 + len(measured.columns)) + "|"
+        yield f"## `python -m chorus.perf.{measured.command}`\n"
+        yield f"| date | commit | machine | {measured.columns} |"
+        yield "|---" * (4 + measured.columns.count(" | ")) + "|"
         for folder, values in found:
             date, commit = FOLDER.fullmatch(folder.name).groups()  # pyright: ignore[reportOptionalMemberAccess]
             about = (folder / "about.txt").read_text("utf-8").strip()

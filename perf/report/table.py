@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,24 @@ class Table:
         for row in self.rows:
             table.add_row(*(shown(cell) for cell in row))
         return table
+
+
+_COLUMN = re.compile(r"(?:(.*): )?(.*?)(?: \* (\S+))?")
+
+
+def rows_table(title: str, columns: str, rows: Iterable[Any]) -> Table:
+    """A table of mappings. columns: divided by ` | `, each `TITLE: KEY`, or KEY alone. Cells of `KEY * 1e3` are scaled;
+    a row may lack a key.
+    """
+    wanted = [match.groups() for each in columns.split(" | ") if (match := _COLUMN.fullmatch(each))]
+    table = Table(title, [key if heading is None else heading for heading, key, _ in wanted])
+    for row in rows:
+        table.add(*(_scaled(row.get(key), scale) for _, key, scale in wanted))
+    return table
+
+
+def _scaled(value: Any, scale: str | None) -> Any:
+    return value if scale is None or value is None else value * float(scale)
 
 
 def shown(value: Any) -> str:

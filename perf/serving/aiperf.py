@@ -59,34 +59,15 @@ def run(
         for name, metric in OBJECTIVES.items()
         if getattr(args, f"slo_{name}") is not None
     ]
-    words = [
-        *shlex.split(args.aiperf),
-        "profile",
-        "--url",
-        url,
-        "--endpoint-type",
-        args.endpoint,
-        "--streaming",
-        "--model-names",
-        ",".join(dict.fromkeys(request.model for request in plan)),
-        "--input-file",
-        str(load),
-        "--custom-dataset-type",
-        "mooncake_trace",
-        "--fixed-schedule",
-        "--use-server-token-count",
-        "--tokenizer",
-        str(BUILTIN_MODEL),  # aiperf requires one, and counts nothing with it
-        "--request-timeout-seconds",
-        f"{args.timeout:g}",
-        "--export-outputs-json",
-        "--artifact-dir",
-        str(directory),
-        "--ui",
-        "none",
-        *(("--goodput", " ".join(objectives)) if objectives else ()),
-        *(("--api-key", key) if key else ()),
-    ]
+    models = ",".join(dict.fromkeys(request.model for request in plan))
+    words = [*shlex.split(args.aiperf), "profile", "--url", url, "--endpoint-type", args.endpoint, "--streaming"]
+    words += ["--model-names", models, "--input-file", str(load), "--custom-dataset-type", "mooncake_trace"]
+    words += ["--fixed-schedule", "--use-server-token-count"]
+    words += ["--tokenizer", str(BUILTIN_MODEL)]  # aiperf requires one, and counts nothing with it
+    words += ["--request-timeout-seconds", f"{args.timeout:g}", "--export-outputs-json"]
+    words += ["--artifact-dir", str(directory), "--ui", "none"]
+    words += ["--goodput", " ".join(objectives)] if objectives else []
+    words += ["--api-key", key] if key else []
     try:
         done = subprocess.run(words, check=False)
     except OSError as error:

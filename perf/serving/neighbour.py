@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -48,50 +48,37 @@ def _text(words: Iterator[str], tokens: int) -> str:
     return f"{next(words)} {_TEXT * (tokens // len(_TEXT) + 1)}"[:tokens]
 
 
-def _embeddings(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
-    texts = [_text(words, tokens) for _ in range(16)]
-    return "/v1/embeddings", {"model": model, "input": texts}, len(texts) * tokens
+class Kind(NamedTuple):
+    """Requests of a flood. The built-in model has a token for each character."""
+
+    path: str
+    field: str
+    """Of the body, for the texts."""
+    texts: int = 1
+    share: float = 1.0
+    """Tokens of a text, of those that are asked for; 0: `SHORT`."""
+    more: dict[str, Any] = {}
+
+    def make(self, model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
+        """Path, body and number of prompt tokens."""
+        each = int(tokens * self.share) or SHORT
+        texts = [_text(words, each) for _ in range(self.texts)]
+        query = {"query": _text(words, SHORT)} if self.path == "/rerank" else {}
+        body = {"model": model, **query, self.field: texts if self.texts > 1 else texts[0], **self.more}
+        return self.path, body, (self.texts + len(query)) * each
 
 
-def _echo(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
-    asked = {"prompt": _text(words, tokens), "max_tokens": 1, "echo": True, "logprobs": 1}
-    return "/v1/completions", {"model": model, **asked}, tokens
+_COMPLETIONS = "/v1/completions", "prompt"
 
-
-def _texts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
-    texts = [_text(words, SHORT) for _ in range(2048)]
-    return "/v1/embeddings", {"model": model, "input": texts}, len(texts) * SHORT
-
-
-def _rerank(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
-    texts = [_text(words, SHORT) for _ in range(2047)]
-    return "/rerank", {"model": model, "query": _text(words, SHORT), "documents": texts}, (1 + len(texts)) * SHORT
-
-
-def _many_prompts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
-    texts = [_text(words, tokens // 4) for _ in range(128)]
-    return "/v1/completions", {"model": model, "prompt": texts, "max_tokens": 1}, len(texts) * (tokens // 4)
-
-
-def _choices(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
-    return "/v1/completions", {"model": model, "prompt": _text(words, tokens), "max_tokens": 1, "n": 128}, tokens
-
-
-def _prompts(model: str, words: Iterator[str], tokens: int) -> tuple[str, dict[str, Any], int]:
-    texts = [_text(words, tokens // 2) for _ in range(24)]
-    return "/v1/completions", {"model": model, "prompt": texts, "max_tokens": 1}, len(texts) * (tokens // 2)
-
-
-FLOODS: dict[str, Callable[[str, Iterator[str], int], tuple[str, dict[str, Any], int]]] = {
-    "embeddings": _embeddings,
-    "echo": _echo,
-    "prompts": _prompts,
-    "2048 texts": _texts,
-    "rerank": _rerank,
-    "128 prompts": _many_prompts,
-    "n 128": _choices,
+FLOODS = {
+    "embeddings": Kind("/v1/embeddings", "input", 16),
+    "echo": Kind(*_COMPLETIONS, more={"max_tokens": 1, "echo": True, "logprobs": 1}),
+    "prompts": Kind(*_COMPLETIONS, 24, 1 / 2, {"max_tokens": 1}),
+    "2048 texts": Kind("/v1/embeddings", "input", 2048, 0.0),
+    "rerank": Kind("/rerank", "documents", 2047, 0.0),
+    "128 prompts": Kind(*_COMPLETIONS, 128, 1 / 4, {"max_tokens": 1}),
+    "n 128": Kind(*_COMPLETIONS, more={"max_tokens": 1, "n": 128}),
 }
-"""Requests of a flood: path, body and number of prompt tokens; the built-in model has a token for each character."""
 
 
 @dataclass
@@ -163,7 +150,7 @@ def measured(url: str, kind: str, seconds: float, clients: int, tokens: int) -> 
         model = asker.get("/v1/models").json()["data"][0]["id"]
         answer_seconds(asker, model)
         alone = median(answer_seconds(asker, model) for _ in range(30))
-        flood, taken = Flood(url, lambda words: FLOODS[kind](model, words, tokens)), []
+        flood, taken = Flood(url, lambda words: FLOODS[kind].make(model, words, tokens)), []
         with flood.running(clients):
             answer_seconds(asker, model)  # by then the flood is there
             began, before = time.perf_counter(), flood.num_tokens

@@ -22,6 +22,8 @@ from ....memory.files.config import CONFIG_FILE
 from ....memory.files.form import WEIGHTS_FILE
 from ....memory.files.module_paths import ExpertForm
 from ....memory.pages.layout import PageLayout
+from .families import FAMILIES
+from .sizes import Geometry
 
 _PREFIX = "base_model.model."
 _SCALE = 0.02
@@ -138,28 +140,10 @@ class MixtureShape:
     def write_config(self, directory: Path, dtype: str = "bfloat16") -> Path:
         """Make `directory` a checkpoint without weights, and return it."""
         directory.mkdir(parents=True, exist_ok=True)
-        config = {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "dtype": dtype,
-            "hidden_size": self.hidden,
-            "intermediate_size": 3 * self.hidden,
-            "moe_intermediate_size": self.size,
-            "num_hidden_layers": self.layers,
-            "num_experts": self.count,
-            "num_experts_per_tok": self.per_token,
-            "norm_topk_prob": True,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "eos_token_id": 2,
-        }
+        shape = Geometry(self.hidden, 3 * self.hidden, self.layers, self.heads, self.kv_heads, self.vocab, 40960)
+        experts = {"num_experts": self.count, "num_experts_per_tok": self.per_token, "norm_topk_prob": True}
+        own = {"moe_intermediate_size": self.size, "head_dim": self.head_dim, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+        config = shape.config(dtype, **FAMILIES["qwen3-moe"] | experts | own)
         (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return directory
 
@@ -178,7 +162,7 @@ class MixtureSize:
     family: str = "qwen3_moe"
 
     def write_config(self, directory: Path, dtype: str) -> Path:
-        """See `NamedShape`."""
+        """See `ModelSize`."""
         return self.geometry.write_config(directory, dtype)
 
 

@@ -124,21 +124,17 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
         rows = torch.randn(len(tokens), shape.hidden, generator=generator) / math.sqrt(shape.hidden)
         tensors[f"base_model.model.{module}.token_adapter.trainable_tokens_delta"] = rows.to(dtype)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "random",
-        "r": rank,
-        "lora_alpha": rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": targets,
-    }
+    config = lora_config(rank, targets)
     if tokens:
         config["trainable_token_indices"] = {"embed_tokens": list(tokens), "lm_head": list(tokens)}
     _write_json(path / "adapter_config.json", config)
+
+
+def lora_config(rank: int, targets: list[str] | str) -> dict[str, Any]:
+    """PEFT's configuration of a LoRA adapter."""
+    plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "random"}
+    off = {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True}
+    return {**plain, "r": rank, "lora_alpha": rank, **off, "target_modules": targets}
 
 
 def write_tokenizer(vocab_size: int, path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 
 from ....memory.files.tokens.torchvision import mend_torchvision
-from .random_model import write_tokenizer, written_once
+from .random_model import lora_config, write_tokenizer, written_once
 from .sizes import Geometry
 
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
@@ -89,19 +89,7 @@ def _write(size: SeeingSize, path: Path) -> None:
     images = Idefics3ImageProcessor(size=edge, max_image_size=edge, do_image_splitting=False)
     Idefics3Processor(images, wrapped, image_seq_len=size.rows).save_pretrained(path)
     config = Idefics3Config(
-        text_config={
-            "model_type": "llama",
-            "hidden_size": text.hidden,
-            "intermediate_size": text.ffn,
-            "num_hidden_layers": text.layers,
-            "num_attention_heads": text.heads,
-            "num_key_value_heads": text.kv_heads,
-            "vocab_size": -(-len(wrapped) // 64) * 64,
-            "max_position_embeddings": text.positions,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        },
+        text_config=replace(text, vocab=-(-len(wrapped) // 64) * 64).config("float32", bos_token_id=1, pad_token_id=0),
         vision_config={
             "hidden_size": size.hidden,
             "intermediate_size": size.ffn,
@@ -119,18 +107,7 @@ def _write(size: SeeingSize, path: Path) -> None:
 
 
 def _write_adapters(size: SeeingSize, count: int, path: Path) -> None:
-    fields = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "random",
-        "r": _RANK,
-        "lora_alpha": _RANK,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": rf".*(vision_model.*({'|'.join(_TARGETS)})|modality_projection.proj)",
-    }
+    fields = lora_config(_RANK, rf".*(vision_model.*({'|'.join(_TARGETS)})|modality_projection.proj)")
     for index in range(count):
         generator, tensors = torch.Generator().manual_seed(1 + index), dict[str, torch.Tensor]()
         for module, d_in, d_out in _modules(size):

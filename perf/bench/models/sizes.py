@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ....core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from ....memory.pages.layer_projections import dense_projections
@@ -114,40 +114,6 @@ class Geometry:
             "eos_token_id": 2,
             **more,
         }
-
-
-class Shape(Protocol):
-    """Shapes of a model that an engine under measurement serves with random weights."""
-
-    @property
-    def layers(self) -> int: ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def layer_params(self) -> int:
-        """Parameters of all layers' projections."""
-        ...
-
-    def page_layout(self, itemsize: int, block_tokens: int = 16) -> PageLayout: ...
-
-
-class NamedShape(Protocol):
-    """A shape that is written as a checkpoint without weights."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def family(self) -> str: ...
-
-    @property
-    def geometry(self) -> Shape: ...
-
-    def write_config(self, directory: Path, dtype: str) -> Path:
-        """Make `directory` a checkpoint without weights, and return it."""
-        ...
 
 
 _ROPE = {"rope_theta": 10000.0}

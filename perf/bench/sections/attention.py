@@ -6,8 +6,7 @@ Tests: tests/perf/bench/test_sections.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,80 +14,96 @@ from ....ops.attention.attention import AttentionSetup, HeadShape, PagedAttentio
 from ....ops.attention.attention_backend import AttentionBackend, AttentionUnavailable, choose_attention
 from ....ops.elementwise.float8_kv import DTYPE as FLOAT8
 from ...kernels.cost import attention_cost
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..idle_engine import StubDevice
 from ..lora_case import layers_for
-from .registry import rows_table
 
-#: Largest difference from torch's attention, relative to the largest value.
+#: Largest difference from the library's values, relative to the largest.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
 
 #: Sequences that are compared with torch's results, and with their own results when alone.
 _CHECKED = 2
 
-Compared = Literal["triton", "flashinfer", "xqa"]
-
-BACKENDS: tuple[Compared, ...] = ("triton", "flashinfer", "xqa")
+BACKENDS = ("triton", "flashinfer", "xqa")
 
 
 class WrongValues(ArithmeticError):
-    """A backend's result differs from torch's, or our kernel's bits differ for a sequence alone."""
+    """A kernel's result differs from the library's, or its bits differ for a row alone."""
 
 
-class _Case:
-    """Sequences of `context_tokens` tokens each in pages of several layers, in random order."""
+class PagedRows:
+    """Sequences of `tokens` tokens each, in pages of several layers in random order."""
 
-    def __init__(self, context: Context, rows: int, context_tokens: int) -> None:
-        geometry, device = context.size.geometry, context.device
-        layout = geometry.page_layout(context.dtype.itemsize)  # for its tokens
-        self.context, self.rows, self.lens = context, rows, [context_tokens] * rows
-        self.shape = HeadShape(geometry.heads, geometry.kv_heads, geometry.head_dim, layout.block_tokens)
-        itemsize, kv_itemsize = context.dtype.itemsize, context.kv_itemsize
-        self.cost = attention_cost(self.lens, *self.shape, itemsize, kv_itemsize=kv_itemsize)
-        self.layers = layers_for(self.cost.bytes, context.l2_bytes())
-        per_row = layout.pages_for_tokens(context_tokens)
-        generator = torch.Generator(device).manual_seed(context.seed)
-        heads, kv_heads, head_dim, block_tokens = self.shape
-        pages = torch.empty(
-            (rows * per_row + 1, self.layers, 2, block_tokens, kv_heads, head_dim), dtype=context.dtype, device=device
-        )
-        pages.normal_(0, 1, generator=generator)
-        self.pages = pages.to(FLOAT8) if context.float8_kv else pages
-        self.q = torch.empty(rows, heads, head_dim, dtype=context.dtype, device=device)
-        self.q.normal_(0, 1, generator=generator)
+    def __init__(self, context: Context, rows: int, tokens: int, block_tokens: int) -> None:
+        self.context, self.rows, self.lens = context, rows, [tokens] * rows
+        self._generator = torch.Generator(context.device).manual_seed(context.seed)
+        per_row = -(-tokens // block_tokens)
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(context.seed))
         self.table = (order + 1).view(rows, per_row)
+        self.num_pages = rows * per_row + 1
+        self.layers = 1
 
-    def backend(self, name: Compared) -> AttentionBackend:
-        """The backend of that name. Raises AttentionUnavailable."""
+    def random(self, *shape: int) -> torch.Tensor:
+        made = torch.empty(shape, dtype=self.context.dtype, device=self.context.device)
+        return made.normal_(0, 1, generator=self._generator)
+
+    def setup(self, shape: HeadShape, **more: Any) -> AttentionSetup:
         device = torch.device("cpu" if self.context.smoke else "cuda:0")
-        rows, width = self.rows, self.table.shape[1]
-        setup = AttentionSetup(self.shape, self.context.dtype, device, rows, width, float8_kv=self.context.float8_kv)
-        if not self.context.smoke:
-            return choose_attention(setup, name)
-        if name != "triton":
-            raise AttentionUnavailable("there is no GPU")
-        from ....ops.attention.attention_triton import TritonBackend
-
-        return TritonBackend(setup, num_sms=4, reason="a smoke run", new_event=StubDevice().event)
+        return AttentionSetup(shape, self.context.dtype, device, self.rows, self.table.shape[1], **more)
 
     def plan(self, attention: Any, rows: int) -> None:
         attention.plan(range(rows + 1), self.table[:rows], self.lens[:rows])
 
+    def run(self, attention: Any, layer: int, rows: int) -> torch.Tensor:
+        """A layer's result of the first `rows` sequences."""
+        raise NotImplementedError
+
     def attend(self, attention: Any, rows: int) -> torch.Tensor:
         """Layer 0's result of the first `rows` sequences."""
         self.plan(attention, rows)
-        return attention.run(self.q[:rows], self.pages[:, 0, 0], self.pages[:, 0, 1])
+        return self.run(attention, 0, rows)
 
-    def work(self, attention: Any) -> Callable[[], None]:
-        """A run through all layers with the planned sequences."""
+    def measured(self, attention: Any, name: str, num_bytes: int) -> dict[str, float]:
+        """Microseconds of a layer in a run through all of them, and the share of the bandwidth."""
+        self.plan(attention, self.rows)
 
-        def run() -> None:
+        def work() -> None:
             for layer in range(self.layers):
-                attention.run(self.q, self.pages[:, layer, 0], self.pages[:, layer, 1])
+                self.run(attention, layer, self.rows)
 
-        return run
+        seconds = self.context.timer.time(work).seconds / self.layers
+        return {f"{name}_us": seconds * 1e6, f"{name}_share": num_bytes / seconds / self.context.bandwidth()}
+
+
+def ours_or(name: str, setup: AttentionSetup, smoke: bool) -> AttentionBackend:
+    """The backend of that name; in a smoke run our kernel is interpreted. Raises AttentionUnavailable."""
+    if not smoke:
+        return choose_attention(setup, name)  # pyright: ignore[reportArgumentType]
+    if name != "triton":
+        raise AttentionUnavailable("there is no GPU")
+    from ....ops.attention.attention_triton import TritonBackend
+
+    return TritonBackend(setup, num_sms=4, reason="a smoke run", new_event=StubDevice().event)
+
+
+class _Case(PagedRows):
+    """With heads of their own."""
+
+    def __init__(self, context: Context, rows: int, tokens: int) -> None:
+        geometry = context.size.geometry
+        block_tokens = geometry.page_layout(context.dtype.itemsize).block_tokens
+        super().__init__(context, rows, tokens, block_tokens)
+        self.shape = HeadShape(geometry.heads, geometry.kv_heads, geometry.head_dim, block_tokens)
+        self.cost = attention_cost(self.lens, *self.shape, context.dtype.itemsize, kv_itemsize=context.kv_itemsize)
+        self.layers = layers_for(self.cost.bytes, context.l2_bytes())
+        heads, kv_heads, head_dim, _ = self.shape
+        pages = self.random(self.num_pages, self.layers, 2, block_tokens, kv_heads, head_dim)
+        self.pages = pages.to(FLOAT8) if context.float8_kv else pages
+        self.q = self.random(rows, heads, head_dim)
+
+    def run(self, attention: Any, layer: int, rows: int) -> torch.Tensor:
+        return attention.run(self.q[:rows], self.pages[:, layer, 0], self.pages[:, layer, 1])
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -116,7 +131,7 @@ def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -
         if name in absent:
             continue
         try:
-            backend = case.backend(name)
+            backend = ours_or(name, case.setup(case.shape, float8_kv=context.float8_kv), context.smoke)
         except AttentionUnavailable as error:
             absent[name] = str(error)
             continue
@@ -127,22 +142,15 @@ def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -
             raise WrongValues(f"{name}: differs from torch by {error:.1e} of the largest value")
         if name == "triton" and not torch.equal(case.attend(backend.decode(1), 1)[0], whole[0]):
             raise WrongValues("a row has other bits alone")
-        case.plan(attention, rows)
-        sample = context.timer.time(case.work(attention))
-        seconds = sample.seconds / case.layers
-        row |= {
-            f"{name}_error": error,
-            f"{name}_us": seconds * 1e6,
-            f"{name}_share": case.cost.bytes / seconds / context.bandwidth(),
-        }
+        row |= {f"{name}_error": error, **case.measured(attention, name, case.cost.bytes)}
     if "flashinfer_us" in row:
         row["over_flashinfer"] = row["triton_us"] / row["flashinfer_us"]
     return row
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {"tokens": "tokens", "rows": "count"}
+    columns = "tokens | rows: count"
     for name in BACKENDS:
-        columns |= {f"{name} µs": f"{name}_us", f"share, {name}": f"{name}_share"}
-    columns["ours/FlashInfer"] = "over_flashinfer"
-    return [rows_table("(j) decode attention of a layer, share of measured bandwidth", columns, values["rows"])]
+        columns += f" | {name} µs: {name}_us | share, {name}: {name}_share"
+    title = "(j) decode attention of a layer, share of measured bandwidth"
+    return [rows_table(title, f"{columns} | ours/FlashInfer: over_flashinfer", values["rows"])]

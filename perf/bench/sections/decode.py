@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from ....core.executors.cuda_memory import OutOfDeviceMemory
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
-from .registry import rows_table
 
 RANK = 16
 
@@ -117,25 +116,15 @@ def _prompt(context: Context) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    rows = values["buckets"]
-    steps = {
-        "bucket": "bucket",
-        "no LoRA": "plain_ms",
-        "base": "base_ms",
-        "floor": "base_floor_ms",
-        "base/floor": "base_over_floor",
-        "base/no LoRA": "base_over_plain",
-        "LoRA": "lora_ms",
-        "adapters' floor": "adapters_floor_ms",
-        "LoRA/base": "lora_over_base",
-        "less floor": "lora_less_floor_over_base",
-    }
-    device = {
-        "bucket": "bucket",
-        "base": "base_device_ms",
-        "base/floor": "base_device_over_floor",
-        "LoRA": "lora_device_ms",
-        "(LoRA less adapters' floor)/base": "lora_device_less_floor_over_base",
-    }
+    steps = (
+        "bucket | no LoRA: plain_ms | base: base_ms | floor: base_floor_ms | base/floor: base_over_floor | "
+        "base/no LoRA: base_over_plain | LoRA: lora_ms | adapters' floor: adapters_floor_ms | "
+        "LoRA/base: lora_over_base | less floor: lora_less_floor_over_base"
+    )
+    device = (
+        "bucket | base: base_device_ms | base/floor: base_device_over_floor | LoRA: lora_device_ms | "
+        "(LoRA less adapters' floor)/base: lora_device_less_floor_over_base"
+    )
     title = f"(c) decode step, ms; LoRA: every request another r{values['rank']} adapter on all projections"
+    rows = values["buckets"]
     return [rows_table(title, steps, rows), rows_table("(c) the same, replays alone", device, rows)]

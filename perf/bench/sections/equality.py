@@ -14,10 +14,9 @@ import torch
 
 from ....memory.pages.pool import PagePool
 from ...report.command import say
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject
-from .registry import rows_table
 
 _TOP = 5
 
@@ -157,15 +156,9 @@ def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    cases = {"case": "case", "rows": "rows", "steps": "steps", "equal bits": "equal"}
-    start = {
-        "seconds": "seconds",
-        "graphs": "graphs",
-        "capture s": "capture_seconds",
-        "slowest s": "slowest_capture_seconds",
-        "graphs MB": lambda row: row["graph_bytes"] / 1e6,
-    }
+    start = "seconds | graphs | capture s: capture_seconds | slowest s: slowest_capture_seconds"
+    started = [values["startup"]] if "startup" in values else []
     return [
-        rows_table(f"(g) captured against eager: {values['compared']}", cases, values["cases"]),
-        rows_table("(g) engine start", start, [values["startup"]] if "startup" in values else []),
+        rows_table(f"(g) captured against eager: {values['compared']}", "case | rows | steps | equal", values["cases"]),
+        rows_table("(g) engine start", f"{start} | graphs MB: graph_bytes * 1e-6", started),
     ]

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ....memory.files.module_paths import ExpertForm
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..models.random_mixture import MixtureShape, MixtureSize, write_adapter
 from ..subject import Subject
-from .registry import rows_table
 
 RANK, EXPERTS_RANK = 16, 8
 """Of adapters on attention alone, and of those on attention and all experts."""
@@ -182,26 +181,12 @@ def _prompt(context: Context) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    steps = {
-        "rows": "rows",
-        "adapters": "case",
-        "ms": "ms",
-        "replay ms": "device_ms",
-        "experts, expected": "experts",
-        "MB": lambda row: row["bytes"] / 1e6,
-        "adapters' MB": lambda row: row["adapter_bytes"] / 1e6,
-        "floor ms": "floor_ms",
-        "share": "share",
-        "replay's share": "device_share",
-        "ms/base": "over_base",
-    }
-    prefill = {
-        "tokens": "tokens",
-        "ms": "ms",
-        "tokens/s": "tokens_per_s",
-        "floor ms": "floor_ms",
-        "time/floor": "over_floor",
-    }
+    steps = (
+        "rows | adapters: case | ms | replay ms: device_ms | experts, expected: experts | MB: bytes * 1e-6 | "
+        "adapters' MB: adapter_bytes * 1e-6 | floor ms: floor_ms | share | replay's share: device_share | "
+        "ms/base: over_base"
+    )
+    prefill = "tokens | ms | tokens/s: tokens_per_s | floor ms: floor_ms | time/floor: over_floor"
     of = f"of a mixture, {values['layers']} layers, weights {values['weights']}"
     found = [rows_table(f"(t) decode step {of}", steps, values["rows"])]
     return [*found, rows_table(f"(t) prefill {of}", prefill, values["prefill"])] if values["prefill"] else found

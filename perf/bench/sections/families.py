@@ -11,60 +11,53 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
-import torch
-
 from ....core.model.read_config import read_model_config
 from ....core.model.specs.config import ModelConfig
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..models.families import FAMILIES
 from ..subject import Subject
-from ..timer import in_turns
-from .levels import decode, prefill, rates
-from .registry import rows_table
+from .levels import Turns, rates
 
 FIRST = "llama"
 
-#: Case → number of sequences, and whether they are prompts.
-CASES = {"decode, 1 row": (1, False), "decode, 8 rows": (8, False), "prefill, 4 prompts": (4, True)}
+#: See `levels.CASES`.
+CASES = {"decode, 1 row": (1, False, ()), "decode, 8 rows": (8, False, ()), "prefill, 4 prompts": (4, True, ())}
 
 _MEMORY = 256 << 20  # of pages: recurrent states take more than KV
 
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, tokens per second, and what memory allows as a share of it."""
-    prompt, steps, rounds = context.pick((8, 2, 1), (64, 16, 4), (128, 16, 12))
+    turns = Turns.of(context, (64, 16, 4), (128, 16, 12))
     others = context.pick(["qwen3-moe"], [*FAMILIES][1:], [*FAMILIES][1:])
-    threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
-    limits = {"max_seqs": 8, "max_batched": 4 * prompt, "max_len": prompt + steps + 24, "threads": threads}
-    limits |= {"memory_bytes": context.pick(4 << 20, _MEMORY, _MEMORY)}
+    limits: dict[str, Any] = {
+        "max_seqs": 8,
+        "max_batched": 4 * turns.prompt,
+        "max_len": turns.prompt + turns.steps + 24,
+    }
+    limits |= {"memory_bytes": context.pick(4 << 20, _MEMORY, _MEMORY), "threads": turns.threads}
     limits |= {"block_tokens": 64}  # a part of a recurrent state must fit into a page
-    found: dict[str, Any] = {"prompt_tokens": prompt, "rows": []}
+    found: dict[str, Any] = {"prompt_tokens": turns.prompt, "rows": []}
     for family in others:
         with context.row(found, family), ExitStack() as stack:
             engines: dict[str, Subject] = {}
             for name in (FIRST, family):
                 subject = Subject(context, {}, size=replace(context.size, family=name), **limits)
                 engines[name] = stack.enter_context(subject)
-            rows = [row for case in CASES for row in _case(context, engines, case, (prompt, steps, rounds), threads)]
+            rows = [row for case in CASES for row in _case(context, engines, case, turns)]
             have = {row["family"] for row in found["rows"]}
             found["rows"] += sorted((row for row in rows if row["family"] not in have), key=lambda row: row["order"])
     return found
 
 
-def _case(
-    context: Context, engines: dict[str, Subject], case: str, sizes: tuple[int, int, int], threads: int
-) -> list[dict[str, Any]]:
-    (count, is_prefill), (prompt, steps, rounds) = CASES[case], sizes
-    step = prefill if is_prefill else decode
-    chosen: list[str | None] = [None] * count
-    work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
-    read, seconds = rates(context, threads)["read"], in_turns(work, rounds)
-    rows = count * (prompt if is_prefill else 1)
+def _case(context: Context, engines: dict[str, Subject], case: str, turns: Turns) -> list[dict[str, Any]]:
+    count, is_prefill, _ = CASES[case]
+    read, seconds = rates(context, turns.threads)["read"], turns.run(engines, CASES[case])
+    rows = count * turns.tokens(is_prefill)[0]
     configs = {name: read_model_config(each.model) for name, each in engines.items()}
     best = {name: min(seconds[name]) for name in engines}
     # prompts compute: their weights for each token are what is compared
@@ -112,12 +105,5 @@ def state_bytes(config: ModelConfig) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {
-        "family": "family",
-        "case": "case",
-        "ms": "ms",
-        "tokens/s": "tokens_per_s",
-        "share of limit": "share",
-        "over Llama": "over_first",
-    }
+    columns = "family | case | ms | tokens/s: tokens_per_s | share of limit: share | over Llama: over_first"
     return [rows_table(f"(v) steps of families, {values['prompt_tokens']} tokens before", columns, values["rows"])]

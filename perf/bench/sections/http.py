@@ -12,13 +12,12 @@ from typing import Any
 import httpx
 import numpy as np
 
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ...serving.server_process import LaunchedServer, launched
 from ...serving.streams import Answered, read_streams
 from ..context import Context
 from ..models.random_model import write_tokenizer
 from .mixes import RANK, load
-from .registry import rows_table
 
 #: Popularities of the requests' adapters; "base": no adapters.
 POPULARITIES = ("base", "distinct")
@@ -93,17 +92,10 @@ def bodies(
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {
-        "popularity": "popularity",
-        "tokens/s": "tokens_per_s",
-        "without HTTP": "offline_tokens_per_s",
-        "share": "over_offline",
-        "TTFT ms, median": "ttft_ms",
-        "between tokens ms, median": "itl_ms",
-        "99 %": "itl_p99_ms",
-    }
-    title = (
-        f"(i) over HTTP, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
-        f"{values['output_tokens']} tokens at once"
+    columns = (
+        "popularity | tokens/s: tokens_per_s | without HTTP: offline_tokens_per_s | share: over_offline | "
+        "TTFT ms, median: ttft_ms | between tokens ms, median: itl_ms | 99 %: itl_p99_ms"
     )
+    tokens = f"{values['prompt_tokens']} + {values['output_tokens']}"
+    title = f"(i) over HTTP, output tokens/s: {values['requests']} requests of {tokens} tokens at once"
     return [rows_table(title, columns, values["rows"])]

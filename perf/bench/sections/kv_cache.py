@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from ....ops.library import native_library
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
 from .levels import rates
-from .registry import rows_table
 
 ITEMSIZES = {"auto": 0, "fp8": 1}
 """Bytes of an element of KV by `kv_cache_dtype`; 0: those of the model's dtype."""
@@ -67,15 +66,9 @@ def _step_bytes(context: Context, name: str, rows: int, tokens: int) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {
-        "KV": "kv",
-        "rows": "count",
-        "tokens before": "tokens",
-        "ms": "ms",
-        "MB read": "megabytes",
-        "share of read limit": "share",
-        "rate over auto": "of_plain",
-        "in pairs": "pairs",
-    }
+    columns = (
+        "KV: kv | rows: count | tokens before: tokens | ms | MB read: megabytes | share of read limit: share | "
+        "rate over auto: of_plain | in pairs: pairs"
+    )
     title = f"(l) decode steps after long prompts, level {values['level']}, reading {values['read'] / 1e9:.1f} GB/s"
     return [rows_table(title, columns, values["rows"])]

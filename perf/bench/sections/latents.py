@@ -6,20 +6,17 @@ Tests: tests/perf/bench/test_sections.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ....ops.attention.attention import Attention, AttentionSetup, HeadShape
+from ....ops.attention.attention import HeadShape
 from ....ops.attention.attention_backend import AttentionBackend, choose_attention
 from ....ops.attention.latents import LatentHeads
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
-from ..idle_engine import StubDevice
 from ..lora_case import layers_for
-from .attention import TOLERANCE, WrongValues
-from .registry import rows_table
+from .attention import TOLERANCE, PagedRows, WrongValues, ours_or
 
 
 class _Shape(NamedTuple):
@@ -43,61 +40,29 @@ _SMOKE = {"small": _Shape(4, 16, 8, 24, 32)}
 _BLOCK_TOKENS = 16
 
 
-class _Case:
-    """Sequences of `tokens` tokens each, in pages of several layers in random order."""
+class _Case(PagedRows):
+    """Over latents that all heads share."""
 
     def __init__(self, context: Context, its: _Shape, rows: int, tokens: int) -> None:
-        self.context, self.its, self.rows, self.lens = context, its, rows, [tokens] * rows
+        super().__init__(context, rows, tokens, _BLOCK_TOKENS)
+        self.its = its
         width, of_heads = its.kv_rank + its.rotated_dim, its.heads * (its.key_dim + its.value_dim)
         moved = rows * (tokens * width + its.heads * (its.key_dim + its.rotated_dim + its.value_dim))
         self.bytes = (moved + of_heads * its.kv_rank) * context.dtype.itemsize
         self.layers = layers_for(self.bytes, context.l2_bytes())
-        per_row = -(-tokens // _BLOCK_TOKENS)
-        generator = torch.Generator(context.device).manual_seed(context.seed)
-
-        def random(*shape: int) -> torch.Tensor:
-            made = torch.empty(shape, dtype=context.dtype, device=context.device)
-            return made.normal_(0, 1, generator=generator)
-
-        self.pages = random(rows * per_row + 1, self.layers, _BLOCK_TOKENS, 1, width)
-        self.kv_up = random(self.layers, of_heads, its.kv_rank) * its.kv_rank**-0.5
-        self.q = random(rows, its.heads, its.key_dim + its.rotated_dim)
-        self.heads = [LatentHeads(each, its.heads, its.key_dim, its.rotated_dim) for each in self.kv_up]
-        order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(context.seed))
-        self.table = (order + 1).view(rows, per_row)
+        self.pages = self.random(self.num_pages, self.layers, _BLOCK_TOKENS, 1, width)
+        self.q = self.random(rows, its.heads, its.key_dim + its.rotated_dim)
+        kv_up = self.random(self.layers, of_heads, its.kv_rank) * its.kv_rank**-0.5
+        self.heads = [LatentHeads(each, its.heads, its.key_dim, its.rotated_dim) for each in kv_up]
 
     def backends(self) -> dict[str, AttentionBackend]:
         """Ours and PyTorch's."""
         shape = HeadShape(self.its.heads, 1, self.pages.shape[-1], _BLOCK_TOKENS)
-        rows, width = self.rows, self.table.shape[1]
-        device = torch.device("cpu" if self.context.smoke else "cuda:0")
-        setup = AttentionSetup(shape, self.context.dtype, device, rows, width, value_dim=self.its.kv_rank)
-        theirs = choose_attention(setup, "torch")
-        if not self.context.smoke:
-            return {"triton": choose_attention(setup, "triton"), "torch": theirs}
-        from ....ops.attention.attention_triton import TritonBackend
+        setup = self.setup(shape, value_dim=self.its.kv_rank)
+        return {"triton": ours_or("triton", setup, self.context.smoke), "torch": choose_attention(setup, "torch")}
 
-        return {
-            "triton": TritonBackend(setup, num_sms=4, reason="a smoke run", new_event=StubDevice().event),
-            "torch": theirs,
-        }
-
-    def plan(self, attention: Attention, rows: int) -> None:
-        attention.plan(range(rows + 1), self.table[:rows], self.lens[:rows])
-
-    def attend(self, attention: Attention, rows: int) -> torch.Tensor:
-        """Layer 0's result of the first `rows` sequences."""
-        self.plan(attention, rows)
-        return attention.run_latents(self.q[:rows], self.pages[:, 0], self.heads[0])
-
-    def work(self, attention: Attention) -> Callable[[], None]:
-        """A run through all layers with the planned sequences."""
-
-        def run() -> None:
-            for layer in range(self.layers):
-                attention.run_latents(self.q, self.pages[:, layer], self.heads[layer])
-
-        return run
+    def run(self, attention: Any, layer: int, rows: int) -> torch.Tensor:
+        return attention.run_latents(self.q[:rows], self.pages[:, layer], self.heads[layer])
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -121,15 +86,11 @@ def _measure(context: Context, its: _Shape, rows: int, tokens: int) -> dict[str,
     if not row["error"] <= TOLERANCE[context.dtype_name]:
         raise WrongValues(f"differs from torch by {row['error']:.1e} of the largest value")
     for name, attention in attentions.items():
-        case.plan(attention, rows)
-        seconds = context.timer.time(case.work(attention)).seconds / case.layers
-        row |= {f"{name}_us": seconds * 1e6, f"{name}_share": case.bytes / seconds / context.bandwidth()}
+        row |= case.measured(attention, name, case.bytes)
     return row
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {"model": "model", "tokens": "tokens", "rows": "count", "µs": "triton_us", "share": "triton_share"}
-    columns |= {"PyTorch's µs": "torch_us", "share of PyTorch's": "torch_share"}
-    return [
-        rows_table("(u) decode attention over latents of a layer, share of measured bandwidth", columns, values["rows"])
-    ]
+    columns = "model | tokens | rows: count | µs: triton_us | share: triton_share | PyTorch's µs: torch_us"
+    title = "(u) decode attention over latents of a layer, share of measured bandwidth"
+    return [rows_table(title, f"{columns} | share of PyTorch's: torch_share", values["rows"])]

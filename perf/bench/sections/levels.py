@@ -10,7 +10,9 @@ Tests: tests/perf/bench/test_sections.py
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,10 @@ from ....core.model.read_config import read_model_config
 from ....memory.pages import hugepages
 from ....ops.library import native_library
 from ....ops.library.native_descriptors import ELEMENT_OF
-from ...report.table import Table
-from ..context import Context
+from ...report.table import Table, rows_table
+from ..context import RANKS, Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
-from .registry import rows_table
-
-RANKS = (8, 16, 32, 64)
-"""Ranks of the adapters, two of each."""
 
 #: Case → number of sequences, whether they are prompts, and the ranks of their adapters.
 CASES: dict[str, tuple[int, bool, tuple[int, ...]]] = {
@@ -44,20 +42,16 @@ _PRODUCTS = 4_000_000  # in registers: some milliseconds
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, and the time at the machine's limit as a share of them."""
-    prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
-    threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
+    turns = Turns.of(context)
     has_adapters = read_model_config(_config(context)).recurrent is None  # the benchmark's adapters are for all layers
-    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items() if has_adapters}
+    adapters = context.mixed_adapters() if has_adapters else {}
     builds = {name: path for name, path in context.beside.items() if path.suffix == ".so"}
-    size = {"max_seqs": 8, "max_batched": 8 * prompt, "max_len": prompt + steps + 24, "threads": threads}
-    found: dict[str, Any] = {"prompt_tokens": prompt, "rates": {}, "rows": []}
+    found: dict[str, Any] = {"prompt_tokens": turns.prompt, "rates": {}, "rows": []}
     with ExitStack() as stack:
         engines: dict[str, Subject] = {}
         for name in (*native_library.levels()[: context.pick(1, None, None)], *builds):
             with _used(name, builds.get(name)):
-                engine = Subject(context, adapters, inline_reads=True, cpu_kernels="native", **size)
-            engines[name] = stack.enter_context(engine)
-            engine.load(list(adapters))
+                engines[name] = turns.engine(stack, context, adapters)
         more = _more_bytes(context)
         for case, (rows, is_prefill, ranks) in CASES.items():
             if ranks and not has_adapters:
@@ -65,16 +59,50 @@ def run(context: Context) -> dict[str, Any]:
             with context.row(found, case):
                 for name in engines:  # in rotation with the steps
                     with _used(name, builds.get(name)):
-                        now = rates(context, threads)
+                        now = rates(context, turns.threads)
                     found["rates"][name] = {what: max(now[what], found["rates"].get(name, now)[what]) for what in now}
-                chosen: list[str | None] = list(adapters) if ranks else [None] * rows
-                step = prefill if is_prefill else decode
-                work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
-                tokens = (prompt, 0) if is_prefill else (1, prompt)
+                tokens = turns.tokens(is_prefill)
                 num_bytes, flops = context.size.geometry.step(context.dtype.itemsize, rows, *tokens, ranks)
                 limit = num_bytes + more, flops + more // context.dtype.itemsize * 2 * rows * tokens[0]
-                found["rows"] += _rows(case, in_turns(work, rounds), limit, found["rates"])
+                found["rows"] += _rows(case, turns.run(engines, CASES[case], list(adapters)), limit, found["rates"])
     return found
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Steps of some engines, in turns. steps: of a decoding turn."""
+
+    prompt: int
+    steps: int
+    rounds: int
+    threads: int
+
+    @classmethod
+    def of(cls, context: Context, quick: Sequence[int] = (128, 16, 4), full: Sequence[int] = (128, 16, 20)) -> Turns:
+        threads = torch.get_num_threads()
+        return cls(*context.pick((8, 2, 1, 1), (*quick, threads), (*full, threads)))
+
+    def engine(self, stack: ExitStack, context: Context, adapters: Mapping[str, Path], **fields: Any) -> Subject:
+        """An engine with the native decoder, and its adapters loaded."""
+        size = {"max_seqs": 8, "max_batched": 8 * self.prompt, "max_len": self.prompt + self.steps + 24}
+        native = {"inline_reads": True, "cpu_kernels": "native", "threads": self.threads}
+        engine = stack.enter_context(Subject(context, adapters, **size, **native, **fields))
+        engine.load(list(adapters))
+        return engine
+
+    def tokens(self, is_prefill: bool) -> tuple[int, int]:
+        """A sequence's tokens in a step, and before it."""
+        return (self.prompt, 0) if is_prefill else (1, self.prompt)
+
+    def run(
+        self, engines: Mapping[str, Subject], case: tuple[int, bool, tuple[int, ...]], adapters: Sequence[str] = ()
+    ) -> dict[str, list[float]]:
+        """Seconds of each engine's turns. case: see `CASES`."""
+        rows, is_prefill, ranks = case
+        chosen: list[str | None] = [*adapters] if ranks else [None] * rows
+        step = prefill if is_prefill else decode
+        work = {name: partial(step, each, chosen, self.prompt, self.steps) for name, each in engines.items()}
+        return in_turns(work, self.rounds)
 
 
 def _config(context: Context) -> Path:
@@ -135,19 +163,10 @@ def _rows(
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {
-        "level": "level",
-        "case": "case",
-        "ms": "ms",
-        "share of limit": "share",
-        "time over the first's": "over_first",
-    }
-    rates = {
-        "level": lambda item: item[0],
-        "read GB/s": lambda item: item[1]["read"] / 1e9,
-        "products GFLOP/s": lambda item: item[1]["products"] / 1e9,
-    }
+    rates = [{"level": level, **its} for level, its in values["rates"].items()]
+    columns = "level | case | ms | share of limit: share | time over the first's: over_first"
+    limits = "level | read GB/s: read * 1e-9 | products GFLOP/s: products * 1e-9"
     return [
-        rows_table("(s) what the machine allows by level", rates, values["rates"].items()),
+        rows_table("(s) what the machine allows by level", limits, rates),
         rows_table(f"(s) steps of levels, {values['prompt_tokens']} tokens before", columns, values["rows"]),
     ]

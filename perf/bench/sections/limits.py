@@ -24,11 +24,7 @@ def run(context: Context) -> dict[str, Any]:
         return {unit: amount / sample.seconds, "seconds": sample.seconds, "counted": counted, "count": sample.count}
 
     found: dict[str, Any] = {"method": context.timer.method}
-    for case, measure in (
-        ("device memory", _device_memory),
-        ("host to device", _host_to_device),
-        ("matmul", _matmul),
-    ):
+    for case, measure in (("device memory", _device_memory), ("host to device", _host_to_device), ("matmul", _matmul)):
         with context.row(found, case):
             found |= measure(context, rate)
     return found

@@ -7,11 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject, Unsettled
 from ..timer import in_turns, ratio
-from .registry import rows_table
 
 RANK = 16
 
@@ -89,23 +88,14 @@ def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    steps = {
-        "rows": "bucket",
-        "requests": "mix",
-        "base": "base_ms",
-        "unmerged": "unmerged_ms",
-        "merged": "merged_ms",
-        "base/unmerged": "base_over_unmerged",
-        "base/merged": "base_over_merged",
-    }
-    merges = {
-        "adapter": "adapter",
-        "beside steps": "steps",
-        "ms": "ms",
-        "longest pause so far, ms": "longest_pause_ms",
-        "pages": "shadow_pages",
-        "graphs captured": "captured",
-    }
+    steps = (
+        "rows: bucket | requests: mix | base: base_ms | unmerged: unmerged_ms | merged: merged_ms | "
+        "base/unmerged: base_over_unmerged | base/merged: base_over_merged"
+    )
+    merges = (
+        "adapter | beside steps: steps | ms | longest pause so far, ms: longest_pause_ms | pages: shadow_pages | "
+        "graphs captured: captured"
+    )
     return [
         rows_table("(p) decode step with an adapter in the weights, ms", steps, values["rows"]),
         rows_table("(p) merging beside steps", merges, values["merges"]),

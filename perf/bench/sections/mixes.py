@@ -5,11 +5,10 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..popularity import POPULARITIES, segment_lengths
 from ..subject import Subject
-from .registry import rows_table
 
 RANK = 16
 
@@ -65,17 +64,9 @@ def _run(subject: Subject, adapters: list[str | None], prompt: int, output: int)
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {
-        "popularity": "popularity",
-        "adapters": "adapters",
-        "cold": "cold_tokens_per_s",
-        "warm": "tokens_per_s",
-        "warm/base": "over_base",
-    }
-    known = {"popularity": "base", "adapters": 0, "cold_tokens_per_s": None, "over_base": 1.0}
+    known = {"popularity": "base", "adapters": 0, "over_base": 1.0}
     base = [{**known, **values["base"]}] if "base" in values else []
-    title = (
-        f"(f) end to end, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
-        f"{values['output_tokens']} tokens, {values['seats']} at a time, r{values['rank']}"
-    )
-    return [rows_table(title, columns, [*base, *values["rows"]])]
+    tokens, seats = f"{values['prompt_tokens']} + {values['output_tokens']}", f"{values['seats']} at a time"
+    title = f"(f) end to end, output tokens/s: {values['requests']} requests of {tokens} tokens, {seats}"
+    columns = "popularity | adapters | cold: cold_tokens_per_s | warm: tokens_per_s | warm/base: over_base"
+    return [rows_table(f"{title}, r{values['rank']}", columns, [*base, *values["rows"]])]

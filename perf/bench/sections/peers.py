@@ -27,20 +27,16 @@ from typing import Any
 
 import torch
 
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ...serving.server_process import LaunchedServer, free_port, launched, started
 from ...serving.streams import read_streams
 from ...serving.vllm_process import vllm_process
-from ..context import Context
+from ..context import RANKS, Context
 from ..machine import FOREIGN_LIMIT, CpuSample, family
 from ..models.random_model import RandomModel, checkpoint
 from .http import bodies
-from .registry import rows_table
 
 REQUESTS = 8
-RANKS = (8, 16, 32, 64)
-"""Ranks of the adapters, two of each."""
-
 #: Case → whether the server has LoRA on, and the adapters of the requests in rotation.
 CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
     "plain": (False, [None]),
@@ -115,28 +111,10 @@ def vllm(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 
 
 def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
-    flags = [
-        path / "build" / "bin" / "llama-server",
-        "-m",
-        quantised(load, path, converted(load, path, "convert_hf_to_gguf.py", load.model)),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        free_port(),
-        "-np",
-        load.requests,
-        "-c",
-        load.requests * (load.room + 64),
-        "-t",
-        load.threads,
-        "-tb",
-        load.threads,
-        "-b",
-        _BATCH,
-        "-ub",
-        _BATCH,
-        "--no-cache-prompt",
-    ]
+    model = quantised(load, path, converted(load, path, "convert_hf_to_gguf.py", load.model))
+    flags = [path / "build" / "bin" / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", free_port()]
+    flags += ["-np", load.requests, "-c", load.requests * (load.room + 64), "-t", load.threads, "-tb", load.threads]
+    flags += ["-b", _BATCH, "-ub", _BATCH, "--no-cache-prompt"]
     if lora:
         script = "convert_lora_to_gguf.py"
         base = "--base", load.model
@@ -187,17 +165,10 @@ def run(context: Context) -> dict[str, Any]:
     prompt, output = context.pick((8, 4), (128, 64), (300, 48))
     size = {"requests": REQUESTS, "prompt_tokens": prompt, "output_tokens": output}
     found: dict[str, Any] = {**size, "ranks": RANKS, "limits": {}, "rows": []}
-    files = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    files = context.mixed_adapters()
     model = checkpoint(RandomModel(context.size.geometry, dtype=context.dtype_name), context.work_dir)
-    threads = torch.get_num_threads()
-    load = Load(
-        model,
-        files,
-        room=prompt + output + 16,
-        dtype=context.dtype_name,
-        threads=threads,
-        engine=context.engine,
-    )
+    room, dtype = prompt + output + 16, context.dtype_name
+    load = Load(model, files, room, dtype, torch.get_num_threads(), context.engine)
     found["quantization"] = load.quantization
     for case, (_, chosen) in CASES.items():
         ranks = [rank for rank in RANKS for _ in range(2)]
@@ -311,11 +282,12 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {"case": "case", "server": "peer", "quiet samples": "quiet"}
+    columns = "case | server: peer | quiet samples: quiet"
     for title, rate in _RATES.items():
-        columns |= {
-            title: rate,
-            f"{title} / limit": lambda row, rate=rate: row[rate] / values["limits"][row["case"]][rate],
-        }
+        columns += f" | {title}: {rate} | {title} / limit: {rate}_share"
+    rows = [
+        {**row, **{f"{rate}_share": row[rate] / values["limits"][row["case"]][rate] for rate in _RATES.values()}}
+        for row in values["rows"]
+    ]
     size = f"{values['requests']} requests of {values['prompt_tokens']} + {values['output_tokens']} tokens"
-    return [rows_table(f"(r) tokens/s over HTTP, {size}", columns, values["rows"])]
+    return [rows_table(f"(r) tokens/s over HTTP, {size}", columns, rows)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject
-from .registry import rows_table
 
 RANK = 16
 
@@ -46,12 +45,5 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {
-        "tokens": "tokens",
-        "adapter": lambda row: f"r{row['rank']}" if row["rank"] else "base",
-        "ms": "ms",
-        "tokens/s": "tokens_per_s",
-        "floor ms": "floor_ms",
-        "time/floor": "over_floor",
-    }
+    columns = "tokens | adapter: rank | ms | tokens/s: tokens_per_s | floor ms: floor_ms | time/floor: over_floor"
     return [rows_table("(d) prefill", columns, values["rows"])]

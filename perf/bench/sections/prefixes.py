@@ -32,13 +32,12 @@ from typing import Any
 import numpy as np
 
 from ....core.requests.request import Request
-from ....core.requests.request_params import RequestParams
 from ....memory.files.identity import with_content
 from ....memory.pages.eviction import RestoreCosts
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ..context import Context
+from ..driving import asked
 from ..subject import Subject
-from .registry import rows_table
 
 RANK = 8
 POOL_SHARE, HOST_SHARE = 0.1, 0.5
@@ -95,11 +94,7 @@ class Load:
 
 
 def run(context: Context) -> dict[str, Any]:
-    load = context.pick(
-        Load(4, 48, 8, 1, 2),
-        Load(20, 512, 40, 2, 8),
-        Load(200, 2000, 200, 4, 12),
-    )
+    load = context.pick(Load(4, 48, 8, 1, 2), Load(20, 512, 40, 2, 8), Load(200, 2000, 200, 4, 12))
     folder = context.work_dir / "kv-cache"
     study = _Study(context, load, folder)
     found: dict[str, Any] = {**vars(load), "rows": []}
@@ -164,10 +159,9 @@ class _Study:
 
     def _serve(self, subject: Subject, name: str, served: Served, prompt: Sequence[int] = (), beside: int = 0) -> None:
         """Serve a request, and note its time to first token and the tier that its prefix came from."""
-        engine, number = subject.engine, len(served.gaps) + sum(map(len, served.ttft.values()))
+        engine = subject.engine
         tokens = [*(prompt or self._prompts[name]), self._draw.randrange(3, self._vocab)]
-        params = RequestParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-        request = Request(f"{id(served)}-{number}", tokens, params, name)
+        request = asked(tokens, name, ANSWER)
         before, began = engine.stats(), time.perf_counter()
         engine.add_request(request)
         while not request.num_output_tokens:
@@ -301,11 +295,7 @@ class _Study:
 
     def _ask(self, subject: Subject, prompts: Sequence[Sequence[int]], way: str) -> tuple[float, float]:
         """The share of prompts whose blocks were found, and seconds."""
-        params = RequestParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-        requests = [
-            Request(f"{self._draw.getrandbits(64):x}", [*prompt, self._draw.randrange(3, self._vocab)], params)
-            for prompt in prompts
-        ]
+        requests = [asked([*prompt, self._draw.randrange(3, self._vocab)], max_tokens=ANSWER) for prompt in prompts]
         began = time.perf_counter()
         for request in requests:
             subject.engine.add_request(request)
@@ -367,28 +357,22 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 def tables(values: dict[str, Any]) -> list[Table]:
     computed = values.get("computed")
-    columns: dict[str, Any] = {"requests": "requests"}
-    for tier in TIERS:
-        columns |= {
-            f"{tier}": f"{tier}_requests",
-            f"{tier}, ms": lambda row, tier=tier: None if row.get(tier) is None else row[tier] * 1e3,
-        }
+    columns = " | ".join(["requests", *(f"{tier}: {tier}_requests | {tier}, ms: {tier} * 1e3" for tier in TIERS)])
     about = f"{values['num_adapters']} adapters, prompts of {values['prompt_tokens']} tokens"
     first = f"(w) time to first token, median: {about}" + (f"; {computed * 1e3:.0f} ms computed" if computed else "")
     found = [rows_table(first, columns, values["rows"])]
     if beside := values.get("beside"):
-        of = {"": "engine", "p50, ms": lambda row: row["p50"] * 1e3, "p99, ms": lambda row: row["p99"] * 1e3}
+        of = ": engine | p50, ms: p50 * 1e3 | p99, ms: p99 * 1e3"
         found.append(rows_table("(w) between tokens of sequences that decode beside", of, beside))
     if nothing := values.get("nothing"):
-        rates = {"prompt tokens/s with tiers": "with", "without": "without"}
-        found.append(rows_table("(w) nothing to reuse", rates, [nothing]))
+        found.append(rows_table("(w) nothing to reuse", "prompt tokens/s with tiers: with | without", [nothing]))
     if rounds := values.get("rounds"):
-        columns = {"asked": "asked", "found after a kill": "killed", "found again": "again"}
-        columns |= {
-            f"{name}, s": f"{name}_seconds" if name != "computed" else name for name in ("computed", "killed", "again")
-        }
+        columns = (
+            "asked | found after a kill: killed | found again: again | computed, s: computed | "
+            "killed, s: killed_seconds | again, s: again_seconds"
+        )
         first = f"(w) rounds of {ROUND_PROMPTS} prompts, of which host memory holds {ROUND_HOST}"
         found.append(rows_table(first, columns, rounds))
     if (ratio := values.get("read_over_needed")) is not None:
-        found.append(rows_table("(w) files", {"bytes read over needed": "r"}, [{"r": ratio}]))
+        found.append(rows_table("(w) files", "bytes read over needed: r", [{"r": ratio}]))
     return found

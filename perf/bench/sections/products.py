@@ -13,13 +13,10 @@ from ....core.model.batch import GemmBackend
 from ....core.model.program.torch_gemm import multiply
 from ....ops.gemm.small_gemm_schedule import MAX_ROWS, fewest_rows
 from ...kernels.cost import Cost, gemm_cost
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..lora_case import layers_for
-from .registry import rows_table
-
-#: Largest difference from cuBLAS, relative to the largest output.
-TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
+from .attention import TOLERANCE, WrongValues
 
 #: Name → group of projections, and whether the activation follows the GEMM; it is timed with it, because our kernel
 #: does both in one launch.
@@ -27,10 +24,6 @@ CASES = {"qkv": ("qkv", False), "o": ("o", False), "gate and up": ("gate_up", Tr
 
 #: GEMM backends without adapters.
 WAYS = GemmBackend.LIBRARY, GemmBackend.SMALL
-
-
-class WrongValues(ArithmeticError):
-    """Our kernel's result differs from cuBLAS's."""
 
 
 class _Case:
@@ -80,11 +73,7 @@ class _Case:
 
 def run(context: Context) -> dict[str, Any]:
     """Microseconds per GEMM, and bytes per time as a share of the measured bandwidth."""
-    found: dict[str, Any] = {
-        "method": context.timer.method,
-        "bandwidth_bytes_per_s": context.bandwidth(),
-        "rows": [],
-    }
+    found: dict[str, Any] = {"method": context.timer.method, "bandwidth_bytes_per_s": context.bandwidth(), "rows": []}
     for name in CASES:
         for count in context.pick((1, 3), (1, 16, 32, MAX_ROWS), (1, 2, 4, 8, 16, 24, 32, 48, MAX_ROWS)):
             with context.row(found, f"product {name}, {count} rows"):
@@ -111,9 +100,8 @@ def _measure(context: Context, name: str, count: int) -> dict[str, Any]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {"product": "product", "rows": "count"}
+    columns = "product | rows: count"
     for backend in WAYS:
-        columns |= {f"{backend} µs": f"{backend}_us", f"share, {backend}": f"{backend}_share"}
-    columns["ours/library"] = "over_library"
+        columns += f" | {backend} µs: {backend}_us | share, {backend}: {backend}_share"
     title = "(h) products of few rows, share of measured bandwidth"
-    return [rows_table(title, columns, values["rows"])]
+    return [rows_table(title, f"{columns} | ours/library: over_library", values["rows"])]

@@ -9,19 +9,14 @@ Tests: tests/perf/bench/test_sections.py
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
-
-import torch
 
 from ....core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from ....ops.library import native_library
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ..context import Context
-from ..subject import Subject
-from ..timer import in_turns, ratio
-from .levels import CASES, RANKS, decode, prefill, rates
-from .registry import rows_table
+from ..timer import ratio
+from .levels import CASES, Turns, rates
 
 PLAIN = "bf16"
 """Weights as they are: float32 in a smoke run."""
@@ -41,27 +36,17 @@ def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest; the rate of bf16 that they have; and the time to read a step's
     bytes as a share of them.
     """
-    prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
-    threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
-    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
-    size = {"max_seqs": 8, "max_batched": 8 * prompt, "max_len": prompt + steps + 24, "threads": threads}
-    found: dict[str, Any] = {"prompt_tokens": prompt, "level": native_library.level(), "read": 0.0, "rows": []}
+    turns = Turns.of(context)
+    adapters = context.mixed_adapters()
+    found: dict[str, Any] = {"prompt_tokens": turns.prompt, "level": native_library.level(), "read": 0.0, "rows": []}
     with ExitStack() as stack:
-        engines: dict[str, Subject] = {}
-        for name, fields in FORMS.items():
-            engine = Subject(context, adapters, inline_reads=True, cpu_kernels="native", **size, **fields)
-            engines[name] = stack.enter_context(engine)
-            engine.load(list(adapters))
+        engines = {name: turns.engine(stack, context, adapters, **fields) for name, fields in FORMS.items()}
         for case, (rows, is_prefill, ranks) in CASES.items():
             with context.row(found, case):
-                found["read"] = max(found["read"], rates(context, threads)["read"])
-                chosen: list[str | None] = list(adapters) if ranks else [None] * rows
-                step = prefill if is_prefill else decode
-                work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
-                seconds = in_turns(work, rounds)
-                tokens = (prompt, 0) if is_prefill else (1, prompt)
+                found["read"] = max(found["read"], rates(context, turns.threads)["read"])
+                seconds = turns.run(engines, CASES[case], list(adapters))
                 for name, its in seconds.items():
-                    num_bytes = _step_bytes(context, name, rows, tokens, ranks)
+                    num_bytes = _step_bytes(context, name, rows, turns.tokens(is_prefill), ranks)
                     row = {"weights": name, "case": case, "ms": min(its) * 1e3, "megabytes": num_bytes / 1e6}
                     row |= {"share": num_bytes / found["read"] / min(its), "of_plain": min(seconds[PLAIN]) / min(its)}
                     found["rows"].append(row | {"pairs": 1 / ratio(seconds, name, PLAIN)})
@@ -90,15 +75,10 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, Any] = {
-        "weights": "weights",
-        "case": "case",
-        "ms": "ms",
-        "MB read": "megabytes",
-        "share of read limit": "share",
-        f"rate over {PLAIN}": "of_plain",
-        "in pairs": "pairs",
-    }
+    columns = (
+        "weights | case | ms | MB read: megabytes | share of read limit: share | "
+        f"rate over {PLAIN}: of_plain | in pairs: pairs"
+    )
     title = (
         f"(q) steps with quantised weights, level {values['level']}, {values['prompt_tokens']} tokens before, "
         f"{values['read'] / 1e9:.1f} GB/s read"

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from ...report.table import Table
-from ..context import Context
+from ...report.table import Table, rows_table
+from ..context import RANKS, Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
-from .registry import rows_table
-
-RANKS = (8, 16, 32, 64)
-"""LoRA ranks of the adapters."""
 
 _ROWS = 8
 
@@ -29,24 +24,14 @@ def run(context: Context) -> dict[str, Any]:
     """
     count = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
     rounds, steps, prompt = context.pick(1, 7, 15), context.pick(3, 40, 40), context.pick(8, 128, 128)
-    adapters: dict[str, Path] = {}
-    for rank in RANKS:
-        adapters |= context.adapters(rank, 1)
+    adapters = context.mixed_adapters(1)
     names: list[str | None] = [*adapters] * (_ROWS // len(RANKS))
     found: dict[str, Any] = {"ranks": count, "timed": "engine steps by the host clock, medians", "rows": []}
+    limits = {"max_seqs": _ROWS, "max_batched": 2048, "max_len": prompt + steps + 64, "threads": count}
     with ExitStack() as stack:
         engines = {
             size: stack.enter_context(
-                Subject(
-                    context,
-                    adapters,
-                    max_seqs=_ROWS,
-                    max_batched=2048,
-                    max_len=prompt + steps + 64,
-                    inline_reads=True,
-                    tensor_parallel_size=size,
-                    threads=count,
-                )
+                Subject(context, adapters, inline_reads=True, tensor_parallel_size=size, **limits)
             )
             for size in {1, count}
         }
@@ -73,6 +58,5 @@ def _median(engine: Subject, adapters: Sequence[str | None], prompt: int, steps:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    several = f"{values['ranks']} ranks, ms"
-    columns = {"rows": "mix", "1 rank, ms": "one_ms", several: "ranks_ms", "ratio": "ratio"}
+    columns = f"rows: mix | 1 rank, ms: one_ms | {values['ranks']} ranks, ms: ranks_ms | ratio"
     return [rows_table("(o) a decode step of eight rows by ranks of one thread each", columns, values["rows"])]

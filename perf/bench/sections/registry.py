@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
-
-from ...report.table import Table
 
 #: Name → description. Each is a module here with `run(context)`, which returns plain values, and `tables(values)`.
 SECTIONS = {
@@ -44,14 +40,6 @@ def sections_of(device: str, smoke: bool) -> dict[str, str]:
     """The sections of a complete run on a device, by name; a smoke run tries all of them."""
     left_out = set() if smoke else _OF_CPUS if device == "cuda" else _OF_GPUS
     return {name: about for name, about in SECTIONS.items() if name not in left_out}
-
-
-def rows_table(title: str, columns: Mapping[str, str | Callable[[Any], Any]], rows: Iterable[Any]) -> Table:
-    """A table of rows. columns: for each title the key of its cells, which a row may lack, or a function of the row."""
-    table = Table(title, list(columns))
-    for row in rows:
-        table.add(*(row.get(cell) if isinstance(cell, str) else cell(row) for cell in columns.values()))
-    return table
 
 
 def section(name: str) -> ModuleType:

@@ -15,12 +15,11 @@ import torch
 
 from ....core.requests.grammar import Grammar
 from ....ops.sampling.sampling import RowSamplingParams, sample, sample_into, sampling_rows, uniform
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ..context import Context
 from ..models.random_model import write_tokenizer
 from ..subject import Subject
 from ..timer import in_turns, ratio
-from .registry import rows_table
 
 
 class Way(NamedTuple):
@@ -153,14 +152,7 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    draws = {
-        "rows": "bucket",
-        "case": "case",
-        "logits": "logits",
-        "device µs": "device_us",
-        "draw µs": "draw_us",
-        "same tokens": "same_tokens",
-    }
+    draws = "rows: bucket | case | logits | device µs: device_us | draw µs: draw_us | same tokens: same_tokens"
     steps = Table("(k) decode steps that draw", ["rows", "sampling", "tokens/s", "of greedy"])
     for row in values["steps"]:
         steps.add(row["bucket"], "greedy", row["greedy_tokens_per_s"], 1.0)

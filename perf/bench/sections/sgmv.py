@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....ops.lora.sgmv_schedule import decode, prefill
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
-from .registry import rows_table
+from .attention import WrongValues
 
 #: Ranks of a case's adapters by its name: one rank for all, or these in rotation.
 RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}
@@ -28,10 +28,6 @@ _PREFILL_LAYERS = 8
 
 #: Largest difference from torch, relative to the largest output.
 TOLERANCE = {"bfloat16": 3e-2, "float32": 1e-4}
-
-
-class WrongValues(ArithmeticError):
-    """A kernel's result differs from torch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +178,7 @@ def tables(values: dict[str, Any]) -> list[Table]:
         for shape in dict.fromkeys((row["popularity"], row["ranks"]) for row in cells):
             rows = (by_cell.get((*shape, tokens)) for tokens in batches)
             found[-1].add(*shape, *(row and scale * row[key] for row in rows))
-    groups = {
-        "group": "group",
-        "rank": "ranks",
-        "batch": "tokens",
-        "µs": "us",
-        "MB": lambda row: row["bytes"] / 1e6,
-        "%": lambda row: 100 * row["share"],
-    }
-    prefill = {
-        "tokens": "tokens",
-        "segments": "segments",
-        "rank": "rank",
-        "µs": "us",
-        "floor µs": "floor_us",
-        "% of floor": lambda row: 100 * row["share"],
-    }
+    groups = "group | rank: ranks | batch: tokens | µs: us | MB: bytes * 1e-6 | %: share * 100"
+    prefill = "tokens | segments | rank | µs: us | floor µs: floor_us | % of floor: share * 100"
     by_group = rows_table("(b) SGMV by group, distinct adapters", groups, values["groups"])
     return [*found, by_group, rows_table("(b) SGMV of prefill", prefill, values["prefill"])]

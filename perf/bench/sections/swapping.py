@@ -10,10 +10,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ..context import Context
 from ..subject import Subject
-from .registry import rows_table
 
 RANK = 16
 TIMES = 2.0
@@ -95,15 +94,9 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {
-        "": "setting",
-        "tokens/s": "tokens_per_s",
-        "of recompute": "over_recompute",
-        "preempted": "preempted",
-        "swapped out": "swapped",
-        "MB out": lambda row: row["bytes_out"] / 1e6,
-        "MB in": lambda row: row["bytes_in"] / 1e6,
-        "copies, ms": "copies_ms",
-    }
+    columns = (
+        ": setting | tokens/s: tokens_per_s | of recompute: over_recompute | preempted | swapped out: swapped | "
+        "MB out: bytes_out * 1e-6 | MB in: bytes_in * 1e-6 | copies, ms: copies_ms"
+    )
     title = f"(m) {values['requests']} requests, {values['times']:g} times the KV that fits"
     return [rows_table(title, columns, values["rows"])]

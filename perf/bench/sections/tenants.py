@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...report.command import say
-from ...report.table import Goal, Table
+from ...report.table import Goal, Table, rows_table
 from ..context import Context
 from ..subject import Subject
-from .registry import rows_table
 
 RANK, LOAD, FLOOD = 16, 0.7, 10.0
 
@@ -34,11 +33,7 @@ MOST_SLOWER = 1.5
 LEAST_THROUGHPUT = 0.95
 """Goal: tokens per second with turns, relative to first come first served."""
 
-ORDERS: dict[str, dict[str, Any]] = {
-    "turns": {},
-    "resident first": {},
-    "first come": {"max_overtake_seconds": 0.0},
-}
+ORDERS: dict[str, dict[str, Any]] = {"turns": {}, "resident first": {}, "first come": {"max_overtake_seconds": 0.0}}
 """Engine options of each order; in all but the first, all requests have the same tenant's name."""
 
 
@@ -216,5 +211,5 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {"": "run", "p99 of TTFT, ms": "ttft_p99_ms", "tokens/s": "tokens_per_s"}
+    columns = ": run | p99 of TTFT, ms: ttft_p99_ms | tokens/s: tokens_per_s"
     return [rows_table("(n) tenants at their share beside one that floods", columns, values["rows"])]

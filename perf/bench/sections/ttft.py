@@ -7,11 +7,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from ...report.table import Table
+from ...report.table import Table, rows_table
 from ..context import Context
 from ..subject import Subject
 from ..timer import in_turns
-from .registry import rows_table
 
 RANKS = (16, 64)
 
@@ -81,16 +80,9 @@ def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str],
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {
-        "rank": "rank",
-        "prompt": "prompt_tokens",
-        "warm": "warm_ms",
-        "cold (host)": "cold_ms",
-        "cold/warm": "cold_over_warm",
-        "disk": "disk_ms",
-        "disk/warm": "disk_over_warm",
-        "stall warm": "warm_stall_ms",
-        "stall cold": "cold_stall_ms",
-    }
+    columns = (
+        "rank | prompt: prompt_tokens | warm: warm_ms | cold (host): cold_ms | cold/warm: cold_over_warm | "
+        "disk: disk_ms | disk/warm: disk_over_warm | stall warm: warm_stall_ms | stall cold: cold_stall_ms"
+    )
     title = f"(e) time to first token, ms; stall: longest step of {values['running']} running requests meanwhile"
     return [rows_table(title, columns, values["rows"])]

@@ -6,8 +6,7 @@ Tests: tests/perf/bench/test_images.py
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ....core.config import EngineConfig
 from ....core.engine import Engine
 from ....core.media.processor import ImageProcessor
 from ....core.model.read_config import read_model_config
 from ....core.requests.media import MediaItem, placed
 from ....core.requests.request import Request
 from ....core.requests.request_params import RequestParams
+from ..driving import opened
 
 
 class Pictures:
@@ -54,24 +53,10 @@ class Pictures:
         return Request(f"i{next(self._ids)}", prompt, params, adapter, tenant="images", media=media)
 
 
-@contextmanager
-def open_engine(args: Namespace, path: Path, adapters: Path, threads: int, encoder_threads: int) -> Iterator[Engine]:
-    config = EngineConfig(
-        model=path,
-        adapters=adapters,
-        device="cpu",
-        dtype=args.dtype,
-        memory_bytes=args.memory_mib << 20,
-        max_num_seqs=16,
-        max_model_len=512,
-        threads=threads,
-        encoder_threads=encoder_threads,
-        speculation="off",
-        prefix_cache=False,
-        limit_mm_per_prompt={"image": 1},
-    )
-    engine = Engine.from_config(config)
-    try:
-        yield engine
-    finally:
-        engine.close()
+def open_engine(
+    args: Namespace, path: Path, adapters: Path, threads: int, encoder_threads: int
+) -> AbstractContextManager[Engine]:
+    limits = {"memory_bytes": args.memory_mib << 20, "max_num_seqs": 16, "max_model_len": 512}
+    threads_of = {"threads": threads, "encoder_threads": encoder_threads}
+    own = {"dtype": args.dtype, "prefix_cache": False, "limit_mm_per_prompt": {"image": 1}}
+    return opened(path, inline_reads=False, adapters=adapters, **limits, **threads_of, **own)

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer
 
-from ...core.config import EngineConfig
-from ..bench.machine import CpuSample
-from ..serving.errors import LoadError
-from ..serving.streams import Stream, send
-from ..workload.request import TraceRequest
-from .records import Records, Served
+from ....core.config import EngineConfig
+from ...bench.machine import CpuSample
+from ...serving.errors import LoadError
+from ...serving.streams import Stream, send
+from ...workload.request import TraceRequest
+from ..records import Records, Served
 
 _TIMEOUT = 300.0
 

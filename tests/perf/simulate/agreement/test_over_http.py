@@ -6,7 +6,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.perf.serving.errors import LoadError
-from chorus.perf.simulate.fleet import cluster
+from chorus.perf.simulate.agreement.fleet import cluster
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 

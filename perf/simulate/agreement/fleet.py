@@ -1,6 +1,6 @@
 """A cluster like the built-in model's: real processes, and the same replicas in virtual time.
 
-Tests: tests/perf/simulate/test_over_http.py, tests/perf/simulate/test_host_fit.py
+Tests: tests/perf/simulate/agreement/
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...core.config import EngineConfig
-from ...core.costs.machine import measure_machine
-from ...core.costs.profile import Profile
-from ...core.engine import Engine
-from ...server.cluster.placement.settings import MigrationSettings
-from ...server.cluster.router import POLICIES
-from ..serving.server_process import launched
-from ..workload.request import TraceRequest
-from ..workload.spec import WorkloadSpec
-from .adapters import SimAdapters
-from .controllers import Migrating
-from .machine import Host, Works
+from ....core.config import EngineConfig
+from ....core.costs.machine import measure_machine
+from ....core.costs.profile import Profile
+from ....core.engine import Engine
+from ....server.cluster.placement.settings import MigrationSettings
+from ....server.cluster.router import POLICIES
+from ...serving.server_process import launched
+from ...workload.request import TraceRequest
+from ...workload.spec import WorkloadSpec
+from ..adapters import SimAdapters
+from ..controllers import Migrating
+from ..machine import Host, Works
+from ..records import Records, Served
+from ..simulation import Simulation
 from .over_http import HttpServer
-from .records import Records, Served
-from .simulation import Simulation
 
 MIGRATION = ("interval_seconds=2", "excess_requests=2", "hold_seconds=2")
 """The built-in model's completions take a few hundred ms; migration's own settings assume seconds."""

@@ -28,18 +28,18 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from ...core.config import EngineConfig
-from ...server.cluster.router import POLICIES
-from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from ..bench.machine import FOREIGN_LIMIT, CpuSample, processor
-from ..report.command import judge, parser, say
-from ..report.table import Goal, Table
-from ..workload.request import TraceRequest
+from ....core.config import EngineConfig
+from ....server.cluster.router import POLICIES
+from ....server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from ...bench.machine import FOREIGN_LIMIT, CpuSample, processor
+from ...report.command import judge, parser, say
+from ...report.table import Goal, Table
+from ...workload.request import TraceRequest
+from ..machine import Works
+from ..records import Records
+from ..results import Spread
 from .fleet import Fleet, cluster, counted, skewed
 from .host_fit import FittedWorks, fit_works, measure
-from .machine import Works
-from .records import Records
-from .results import Spread
 
 SIDES = "real", "simulated"
 MOST_ERROR, LEAST_GAP = 0.15, 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.perf.simulate.agreement import judged_orders, judged_times, order, quiet_rounds, sign
+from chorus.perf.simulate.agreement.__main__ import judged_orders, judged_times, order, quiet_rounds, sign
 
 
 def rounds(real, simulated=None, *, foreign=0.0, changed=0):

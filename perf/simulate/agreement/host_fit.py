@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
-from ...core.costs.fit import Fit, fit
-from ..workload.request import TraceRequest
+from ....core.costs.fit import Fit, fit
+from ...workload.request import TraceRequest
+from ..machine import LONGEST_REST, HostWork, Works
 from .fleet import Fleet, cluster, counted, skewed
-from .machine import LONGEST_REST, HostWork, Works
 
 _LONE, _LONE_TOKENS = 24, 4  # requests that meet no other, tokens of each completion
 _PROMPTS = (1, 0.05), (32, 0.05), (128, 0.05), (32, 0.02), (32, 0.2)  # tokens of theirs, seconds between them

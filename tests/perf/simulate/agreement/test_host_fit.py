@@ -10,9 +10,9 @@ from chorus.core.config import EngineConfig
 from chorus.core.costs.fit import fit
 from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
+from chorus.perf.simulate.agreement.fleet import Fleet
+from chorus.perf.simulate.agreement.host_fit import TERMS, loads, rest_of
 from chorus.perf.simulate.engine import MODEL
-from chorus.perf.simulate.fleet import Fleet
-from chorus.perf.simulate.host_fit import TERMS, loads, rest_of
 from chorus.perf.simulate.machine import LONGEST_REST, HostWork, Works
 from chorus.perf.workload.request import TraceRequest
 

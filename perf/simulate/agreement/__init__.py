@@ -1,0 +1,1 @@
+"""A real cluster and its prediction, side by side."""
