@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..report.command import conclude, parser
-from ..report.table import Table
+from ..report.table import rows_table
 from .models.sizes import SIZES, Geometry
 
 
@@ -77,15 +77,13 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--rounds", type=int, default=7)
     args = command.parse_args(argv)
     torch.set_num_threads(1)
-    table = Table("processor time", ["model", "rest", "MB copied", "copy, ms", "products, ms", "share of the copy"])
     rows = []
     for size in args.sizes:
         for rest in args.rest:
             found = measure(Case(SIZES[size].geometry, args.prefix, rest), args.rounds)
             rows.append({"size": size, "rest": rest, **found})
-            times = found["copy"] * 1e3, found["compute"] * 1e3
-            table.add(size, rest, found["num_bytes"] / 1e6, *times, found["share"])
-    table.show()
+    columns = "model: size | rest | MB copied: num_bytes * 1e-6 | copy, ms: copy * 1e3 | products, ms: compute * 1e3"
+    rows_table("processor time", f"{columns} | share of the copy: share", rows).show()
     return conclude({"rows": rows}, True)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ..report.table import Table
+from ..report.table import Table, rows_table
 from .parts import Part, assign
 from .trace import Step
 
@@ -73,10 +73,8 @@ def tables(name: str, found: Mapping[str, Any]) -> list[Table]:
         f"{name}: {found['host_us']:.0f} µs a step for the host, {found['device_us']:.0f} on the device, "
         f"{found['busy_us']:.0f} in kernels; floor {found['floor_us']:.0f}; {found['replayed']:.0%} replayed"
     )
-    parts = Table(title, ["part", "kernels", "µs", "gaps before, µs", "floor, µs", "µs/floor"])
-    for row in found["parts"]:
-        parts.add(row["part"], *(row[key] for key in ("kernels", "us", "gap_us", "floor_us", "over_floor")))
-    kernels = Table(f"{name}: kernels", ["kernel", "part", "a step", "µs a step"])
-    for row in found["kernels"]:
-        kernels.add(row["name"][:70], row["part"], row["count"], row["us"])
+    columns = "part | kernels | µs: us | gaps before, µs: gap_us | floor, µs: floor_us | µs/floor: over_floor"
+    parts = rows_table(title, columns, found["parts"])
+    columns = "kernel: name | part | a step: count | µs a step: us"
+    kernels = rows_table(f"{name}: kernels", columns, ({**row, "name": row["name"][:70]} for row in found["kernels"]))
     return [parts, kernels]

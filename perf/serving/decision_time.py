@@ -31,7 +31,7 @@ from ...server.cluster.report import Hello, ModelIdentity, Report
 from ...server.cluster.router import POLICIES, Estimates
 from ..bench.machine import processor
 from ..report.command import judge, parser
-from ..report.table import Goal, Table
+from ..report.table import Goal, rows_table
 
 SIZES = (3, 8, 60)
 LIMIT_US = 50.0
@@ -151,10 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(dict(zip(columns, (policy, size, float(np.median(chosen))), strict=True)))
             if policy == OWN:
                 ratios = repeats(chosen)
-    table = Table(f"µs of a decision among replicas with {args.adapters} adapters", columns)
-    for row in rows:
-        table.add(*row.values())
-    table.show()
+    rows_table(f"µs of a decision among replicas with {args.adapters} adapters", " | ".join(columns), rows).show()
     goals = [
         Goal(f"{OWN} with {row['replicas']} replicas, µs", row["choose_us"], args.limit, at_most=True)
         for row in rows

@@ -26,7 +26,7 @@ from ...server.demo.builtin import BUILTIN_NAME
 from ...server.demo.questions import Question, skill_questions
 from ..bench.machine import processor
 from ..report.command import count, judge, parser, say
-from ..report.table import Goal, Table
+from ..report.table import Goal, rows_table
 from .errors import LoadError
 from .server_process import launched
 
@@ -126,12 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LoadError as error:
         print(f"killed_replica: {error}", file=sys.stderr)
         return 2
-    table = Table(
-        "a replica killed under load", ["answers", "in progress", "wrong", "lost", "delayed", "longest delay, s"]
-    )
-    cells = ("answers", "in_progress", "wrong", "lost", "delayed", "longest_delay")
-    table.add(*(found[name] for name in cells))
-    table.show()
+    columns = "answers | in progress: in_progress | wrong | lost | delayed | longest delay, s: longest_delay"
+    rows_table("a replica killed under load", columns, [found]).show()
     goals = [Goal(name, found[name], 0, at_most=True) for name in ("wrong", "lost")]
     return judge({"device": processor(), **found}, goals)
 
