@@ -20,6 +20,8 @@ from .command import parser
 
 RESULTS = Path(__file__).parent.parent / "results"
 PAGE = "history.md"
+_PACKAGE = "chorus.perf"
+
 FOLDER = re.compile(r"cpu-(\d{4}-\d\d-\d\d)-([0-9a-f]{7,})")
 
 Values = Mapping[str, Any]
@@ -227,7 +229,7 @@ def _lines(results: Path) -> Iterator[str]:
         found = [(folder, json.loads(path.read_text("utf-8"))) for folder, path in files if path.exists()]
         if not found:
             continue
-        yield f"## `python -m chorus.perf.{measured.command}`\n"
+        yield f"## `python -m {_PACKAGE}.{measured.command}`\n"
         yield f"| date | commit | machine | {measured.columns} |"
         yield "|---" * (4 + measured.columns.count(" | ")) + "|"
         for folder, values in found:
