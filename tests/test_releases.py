@@ -56,11 +56,14 @@ def test_fragments_have_a_kind_that_the_notes_show():
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of what a release is made of, with two fragments alone."""
-    for path in ("pyproject.toml", "CHANGELOG.md", "changelog.d/README.md", "docs/releases", "docs/how-to"):
+    """A copy of what release 0.6.0 is made of, with two fragments alone."""
+    for path in ("pyproject.toml", "CHANGELOG.md", "changelog.d/README.md", "docs/releases", "docs/how-to", "docs/reference"):
         target = tmp_path / path
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / path).is_dir() else shutil.copy)(ROOT / path, target)
+    log = tmp_path / "CHANGELOG.md"
+    sections = re.split(r"(?=^## )", log.read_text(), flags=re.MULTILINE)
+    log.write_text("".join(each for each in sections if not each.startswith("## [0.6.0]")))
     (tmp_path / "changelog.d" / "one.added.md").write_text("A thing that users wanted.\n")
     (tmp_path / "changelog.d" / "two.fixed.md").write_text("What was wrong.\n")
     return tmp_path
