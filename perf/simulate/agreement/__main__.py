@@ -15,6 +15,8 @@ contains 0 the two are called equal. Every answer is compared with the answer to
 The goals: means of TTFT and latency within 15 %, every pair of policies that the cluster tells apart by more than 5 %
 in the same order in the simulator, and no answer changed. A round in which other processes took more than 5 % of the
 CPU time is left out; if this affects half of the rounds or more, the times are meaningless and the exit code is 2.
+
+Tests: tests/perf/simulate/agreement/test_main.py
 """
 
 from __future__ import annotations
