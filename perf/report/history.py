@@ -20,8 +20,7 @@ from .command import parser
 
 RESULTS = Path(__file__).parent.parent / "results"
 PAGE = "history.md"
-_PACKAGE = "chorus.perf"
-
+_PERF = str(__package__).rpartition(".")[0]
 FOLDER = re.compile(r"cpu-(\d{4}-\d\d-\d\d)-([0-9a-f]{7,})")
 
 Values = Mapping[str, Any]
@@ -31,7 +30,7 @@ class Measured(NamedTuple):
     """A command, and the cells of a line of its table."""
 
     command: str
-    """Below `chorus.perf`, with options."""
+    """A module, with options."""
     columns: str
     """Divided by ` | `."""
     cells: Callable[[Values], Sequence[str]]
@@ -51,7 +50,7 @@ def _measured(name: str, command: str, columns: str) -> Callable[[Cells], Cells]
     """Decorate what makes a command's cells."""
 
     def note(cells: Cells) -> Cells:
-        COMMANDS[name] = Measured(command, columns, cells)
+        COMMANDS[name] = Measured(f"{_PERF}.{command}", columns, cells)
         return cells
 
     return note
@@ -229,7 +228,7 @@ def _lines(results: Path) -> Iterator[str]:
         found = [(folder, json.loads(path.read_text("utf-8"))) for folder, path in files if path.exists()]
         if not found:
             continue
-        yield f"## `python -m {_PACKAGE}.{measured.command}`\n"
+        yield f"## `python -m {measured.command}`\n"
         yield f"| date | commit | machine | {measured.columns} |"
         yield "|---" * (4 + measured.columns.count(" | ")) + "|"
         for folder, values in found:
