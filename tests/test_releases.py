@@ -57,7 +57,8 @@ def test_fragments_have_a_kind_that_the_notes_show():
 @pytest.fixture
 def project(tmp_path):
     """A copy of what release 0.6.0 is made of, with two fragments alone."""
-    for path in ("pyproject.toml", "CHANGELOG.md", "changelog.d/README.md", "docs/releases", "docs/how-to", "docs/reference"):
+    pages = (f"docs/{name}" for name in ("releases", "how-to", "reference"))
+    for path in ("pyproject.toml", "CHANGELOG.md", "changelog.d/README.md", *pages):
         target = tmp_path / path
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / path).is_dir() else shutil.copy)(ROOT / path, target)
