@@ -52,7 +52,7 @@ class Old:
     ("found", "isa", "reason"),
     [
         (None, "", "it is not built: install a C++ compiler"),
-        (Old(), "", "this processor has none of its instruction sets: amx, avx512bf16, avx512, avx2"),
+        (Old(), "", "it is built for amx, avx512bf16, avx512, avx2, neon, which this processor lacks: install Chorus"),
         (Old(), "none", "CHORUS_CPU_ISA is 'none'"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from chorus.server.cli import command
 from chorus.server.cli.command import main
 from chorus.server.demo import skew
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
@@ -39,7 +40,8 @@ def serve(monkeypatch, make_engine, tokenizer):
             return worker, tokenizer
 
         monkeypatch.setattr(launch, "load", load)
-        monkeypatch.setattr(launch, "check_model", lambda settings: None)
+        for module in (launch, command):
+            monkeypatch.setattr(module, "check_model", lambda settings: None)
 
     return install
 
