@@ -1,4 +1,4 @@
-"""Families of checkpoints that are served, by architecture: what the modules of this folder have.
+"""Served families by architecture: the registry collects them from the modules of this folder.
 
 A module, or `family.py` in a folder of one family, names its `Family` objects without an underscore. One without an
 architecture is part of another.
