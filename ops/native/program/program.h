@@ -90,7 +90,7 @@ struct GateUpOp {
     Activation activation;
     float factor;
     const float* xielu;  // [4]: parameters of that activation
-    float alpha, limit;  // see Gating
+    float alpha = 0, limit = 0;  // see Gating
 
     Gating gating() const { return {activation, alpha, limit}; }
 };
@@ -155,7 +155,7 @@ struct AttendOp {
 struct LatentAttendOp {
     int32_t q, column, out, layer;
     LatentDesc latent;
-    int32_t chosen;  // of the tokens that queries attend to: see ChooseOp; 0: there are none
+    int32_t chosen = 0;  // of the tokens that queries attend to: see ChooseOp; 0: there are none
 };
 
 // Where pages keep an indexer's key of a token: in pieces, behind what they have of each head.
@@ -306,14 +306,14 @@ struct NormOp {
     NormKind norm;
     float eps;
     const float* weight;  // [width], or [2, width] with a bias
-    int32_t groups;  // of `width` columns each, which are normalised by themselves; 0: one
+    int32_t groups = 0;  // of `width` columns each, which are normalised by themselves; 0: one
 };
 
 // Columns of out = columns of x.
 struct CopyOp {
     int32_t x, column, width, out, out_column;
-    int32_t groups, step;  // so many groups of columns lie side by side in out, and `step` columns apart in x; 0: one
-    int32_t spread;  // 1: all columns of a group of out are the first one of x's
+    int32_t groups = 0, step = 0;  // so many groups of columns lie side by side in out, and `step` columns apart in x; 0: one
+    int32_t spread = 0;  // 1: all columns of a group of out are the first one of x's
 };
 
 // Columns of out = factor · columns of x.
@@ -327,7 +327,7 @@ struct ScaleOp {
 struct AddOp {
     int32_t x, y, width;
     float factor;
-    int32_t column;  // the first of x's
+    int32_t column = 0;  // the first of x's
 };
 
 // x += a part of an image's row, of tokens that stand for one.
