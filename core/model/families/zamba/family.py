@@ -18,7 +18,6 @@ from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Activation
-from ...specs.headed_scan import HeadedScanSpec
 from ...specs.layers import LayerSpec
 from ...specs.recurrent import MambaSpec
 from ...specs.shared_block import SharedBlock
@@ -26,6 +25,7 @@ from ...specs.tensor_names import TensorNames
 from .. import reading, rotary
 from ..defaults import Defaults
 from ..mamba_1 import time_step_rank
+from .headed_scan import HeadedScanSpec
 from .layer import ZambaLayer
 
 _MAMBA, _HYBRID = "linear_attention", "hybrid"
