@@ -448,7 +448,7 @@ class ModelConfig:
             stacked_sides=self.tensors.stacked_sides,
             layers=self.tensors.layers,
             embeddings=self.tensors.embeddings,
-            places=tuple(None if layer.block is None else layer.block.invocation for layer in self.layers),
+            places=tuple(layer.invocation for layer in self.layers),
             shared=self._shared,
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,

@@ -26,7 +26,6 @@ from .ngrams import NgramSpec
 from .norms import Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
-from .shared_block import SharedBlock
 
 if TYPE_CHECKING:
     from ..compose.build import Build
@@ -158,8 +157,10 @@ class LayerSpec(ABC):
         return None
 
     @property
-    def block(self) -> SharedBlock | None:
-        """A block that layers share, before the layer's mixer."""
+    def invocation(self) -> int | None:
+        """Its number among the layers with a block that layers share, by which it finds what of that is its own; None:
+        it has no block.
+        """
         return None
 
     @property

@@ -20,13 +20,13 @@ from ...specs.family import Family
 from ...specs.feed_forward import Activation
 from ...specs.layers import LayerSpec
 from ...specs.recurrent import MambaSpec
-from ...specs.shared_block import SharedBlock
 from ...specs.tensor_names import TensorNames
 from .. import reading, rotary
 from ..defaults import Defaults
 from ..mamba_1 import time_step_rank
 from .headed_scan import HeadedScanSpec
 from .layer import ZambaLayer
+from .shared_block import SharedBlock
 
 _MAMBA, _HYBRID = "linear_attention", "hybrid"
 

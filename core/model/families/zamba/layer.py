@@ -17,8 +17,8 @@ from ...program.op import EMBEDDED, View
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import GatedSpec
 from ...specs.recurrent import RecurrentSpec
-from ...specs.shared_block import SharedBlock
 from .ops import CopyEmbeddings
+from .shared_block import SharedBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class ZambaLayer(DecoderLayer):
     shared: SharedBlock
 
     @property
-    def block(self) -> SharedBlock:
-        """See `LayerSpec.block`."""
-        return self.shared
+    def invocation(self) -> int:
+        """See `LayerSpec.invocation`."""
+        return self.shared.invocation
 
     @property
     def recurrent(self) -> RecurrentSpec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .recurrent import RecurrentSpec
+from ...specs.recurrent import RecurrentSpec
 
 #: The module around the mixer of a layer with a block, in transformers' classes.
 _MIXER = "mamba_decoder"
