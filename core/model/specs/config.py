@@ -27,7 +27,6 @@ from ..program.layer_program import LayerProgram
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
 from .layers import LayerSpec, MediaTokens, PerLayerEmbeddingSpec, ResidualStreams, ropes_of
-from .ngrams import NgramSpec
 from .norms import NormSpec
 from .positions import PositionTable
 from .recurrent import RecurrentSpec
@@ -230,7 +229,7 @@ class ModelConfig:
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
-    def lookup(self) -> NgramSpec | None:
+    def lookup(self) -> RecurrentSpec | None:
         """The first table of n-grams that a layer has; others have other rows alone. None where no layer has one."""
         return next((layer.lookup for layer in self.layers if layer.lookup is not None), None)
 

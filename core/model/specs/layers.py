@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
-from .ngrams import NgramSpec
 from .norms import Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
@@ -164,8 +163,8 @@ class LayerSpec(ABC):
         return None
 
     @property
-    def lookup(self) -> NgramSpec | None:
-        """A table of n-grams, whose rows are added to the layer's streams."""
+    def lookup(self) -> RecurrentSpec | None:
+        """A table of n-grams, whose rows are added to the layer's streams, with a state beside that of the mixer."""
         return None
 
     @property
