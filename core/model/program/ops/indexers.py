@@ -218,17 +218,17 @@ class IndexBlocks(Op):
         from .....ops.attention.key_blocks import halves_of
         from .....ops.elementwise.elementwise import rotate
         from ...nvtx_spans import span
-        from ...specs.indexer import MeanIndexerSpec
 
         spec, model, kv, eps = self.indexer, at.model, at.model.kv_index[at.index], self.norm.eps
         queries, key_of, q_out = at.reader(self.x), at.reader(self.key), Kept(self.q, (spec.heads, spec.key_dim))
         q_norm, k_norm, head_dim = at.weights[self.q_norm], at.weights[self.k_norm], self.attention.head_dim
-        is_plain = isinstance(spec, MeanIndexerSpec)
 
         def run(step: Step) -> None:
             names, rotation = step.names, step.rotations[spec.rope]
             with span("attn.index"):
-                key = key_of(names) if is_plain else rotate(key_of(names)[:, None], rotation, k_norm, eps)[:, 0]
+                key = (
+                    key_of(names) if spec.scores_means else rotate(key_of(names)[:, None], rotation, k_norm, eps)[:, 0]
+                )
                 places = step.batch.page[model.page_groups[kv]], step.batch.offset
                 ends = [each[..., head_dim:] for each in model.arena.kv_layers[kv]]
                 for end, part in zip(ends, halves_of(key, ends[0].shape[2:].numel()), strict=True):
@@ -240,13 +240,12 @@ class IndexBlocks(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        from ...specs.indexer import MeanIndexerSpec
         from ..native_attention import index_keys
         from ..native_binding import weight_of
 
         spec = self.indexer
         to.need("OpKind.kChoose", "indexer of blocks of keys")
-        if isinstance(spec, MeanIndexerSpec):
+        if spec.scores_means:
             raise NoNativeOp("indexer of means of keys")
         kept = to.temporary("key", spec.key_dim)
         q = to.held_as(to.written(at), "Rounded")
