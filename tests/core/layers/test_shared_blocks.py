@@ -141,7 +141,7 @@ def test_an_adapter_on_a_part_of_inputs_of_down_is_refused(tmp_path):
 
 def _firsts(config):
     """By layer the first one with the same block; None: the layer has none."""
-    return [layer.shared.first if isinstance(layer, ZambaLayer) else None for layer in config.layers]
+    return [layer.first if isinstance(layer, ZambaLayer) else None for layer in config.layers]
 
 
 def test_all_layers_of_zamba_have_one_block(tmp_path):

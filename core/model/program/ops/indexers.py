@@ -222,13 +222,12 @@ class IndexBlocks(Op):
         spec, model, kv, eps = self.indexer, at.model, at.model.kv_index[at.index], self.norm.eps
         queries, key_of, q_out = at.reader(self.x), at.reader(self.key), Kept(self.q, (spec.heads, spec.key_dim))
         q_norm, k_norm, head_dim = at.weights[self.q_norm], at.weights[self.k_norm], self.attention.head_dim
+        is_plain = spec.scores_means
 
         def run(step: Step) -> None:
             names, rotation = step.names, step.rotations[spec.rope]
             with span("attn.index"):
-                key = (
-                    key_of(names) if spec.scores_means else rotate(key_of(names)[:, None], rotation, k_norm, eps)[:, 0]
-                )
+                key = key_of(names) if is_plain else rotate(key_of(names)[:, None], rotation, k_norm, eps)[:, 0]
                 places = step.batch.page[model.page_groups[kv]], step.batch.offset
                 ends = [each[..., head_dim:] for each in model.arena.kv_layers[kv]]
                 for end, part in zip(ends, halves_of(key, ends[0].shape[2:].numel()), strict=True):
