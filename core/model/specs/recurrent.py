@@ -192,14 +192,11 @@ class GatedDeltaSpec(RecurrentSpec):
     parted: bool = False
     """Queries, keys and values have projections of their own (OLMo Hybrid)."""
 
-    gate_rank: int = 0
-    """Width of the latents that decays are made of, and of those of the output's gates. Then each channel of a key has
-    a decay, there are as many heads of values as of keys, all is parted, and gates are sigmoids (Kimi Delta Attention,
-    arXiv 2510.26692). 0: what they are made of is the layer's input.
+    gate_rank: int | None = None
+    """Width of the latents that decays are made of, and of those of the output's gates; 0: both are made of the layer's
+    input (Ling 2.6). Then each channel of a key has a decay, there are as many heads of values as of keys, all is
+    parted, and gates are sigmoids (Kimi Delta Attention, arXiv 2510.26692). None: each head has a decay.
     """
-
-    whole_gates: bool = False
-    """The same without latents: decays of channels and gates are made of the layer's input (Ling 2.6)."""
 
     bound: float = 0.0
     """The least logarithm of a decay, below 0: logarithms are that much times a sigmoid. 0: there is none."""
@@ -210,7 +207,7 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def by_channel(self) -> bool:
         """True if each channel of a key has a decay; else each head has one."""
-        return self.whole_gates or self.gate_rank > 0
+        return self.gate_rank is not None
 
     @property
     def k_size(self) -> int:
