@@ -458,11 +458,10 @@ class MambaSpec(RecurrentSpec):
     group_ranks: int = 1
     """TP ranks that share each group's heads, because there are more ranks than groups."""
 
-    normed: bool = True
-    """The gated output is normalised; without that, it is the mixer's output (Falcon-H1)."""
-
-    gates_norm: bool = False
-    """The gate multiplies what was normalised, not what will be (Falcon-H1)."""
+    gates_norm: bool | None = False
+    """The gate multiplies what was normalised, not what will be; None: nothing is normalised, and the gated output is
+    the mixer's (Falcon-H1).
+    """
 
     out_bias: bool | None = None
     """The output projection has a bias; None: if `bias` says so of both."""
@@ -504,8 +503,8 @@ class MambaSpec(RecurrentSpec):
         shared = (groups * self.state_size, groups)
         conv = ((self.size, heads), shared, shared)
         found = conv_tensors("mamba.conv1d", self, conv, bias=self.conv_bias)
-        each = MixerTensor((heads,), ((heads, heads),))
-        norm = {"mamba.norm.weight": MixerTensor((self.size,), ((self.size, heads),))} if self.normed else {}
+        each, weight = MixerTensor((heads,), ((heads, heads),)), MixerTensor((self.size,), ((self.size, heads),))
+        norm = {} if self.gates_norm is None else {"mamba.norm.weight": weight}
         return found | {"mamba.dt_bias": each, "mamba.A_log": each, "mamba.D": each, **norm}
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
@@ -524,7 +523,7 @@ class MambaSpec(RecurrentSpec):
             self.num_groups,
             self.group_ranks,
             self.dt_min,
-            self.gates_norm,
+            bool(self.gates_norm),
         )
 
     def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
@@ -567,7 +566,7 @@ class MambaSpec(RecurrentSpec):
             self.conv_size,
             self.eps,
             dt_min=self.dt_min,
-            gates_norm=self.gates_norm,
+            gates_norm=bool(self.gates_norm),
             group_ranks=self.group_ranks,
         )
 
