@@ -1773,7 +1773,7 @@ def save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: An
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
         here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))] or ["in_proj"]
-        if config.experts is not None or any(layer.block for layer in config.layers):
+        if config.experts is not None or any(layer.invocation is not None for layer in config.layers):
             own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
             every = ((layer, path) for layer in range(config.num_layers) for path in _paths(config, layer, own))
             here = [config.module_paths.name_in(*each) for each in every]

@@ -11,7 +11,7 @@ from ..program.ops.heads import Heads
 from ..program.ops.indexers import ChooseBlocks, IndexBlocks
 from ..program.ops.rows import Clip
 from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
-from ..specs.indexer import BlockIndexerSpec, MeanIndexerSpec
+from ..specs.indexer import BlockIndexerSpec
 from ..weights.slot import Keep, SlotTensor
 from .build import Build, Proj, Value
 
@@ -25,7 +25,7 @@ def attention_in(b: Build, a: AttentionSpec, n: Value, *further: Proj) -> Value:
         size = a.q_size if a.output_gate is OutputGate.PER_ELEMENT else a.num_heads
         own += (Proj("self_attn.g_proj", size, a.num_heads, form=a.form),)
     if a.block_indexer is not None:
-        own += _index_in(a.block_indexer)
+        own += a.block_indexer.products
     x = b.linear("qkv", n, "in", *own, *further)
     return x if a.clip is None else b.put(Clip(x, a.clip), x.width)
 
@@ -100,13 +100,6 @@ def project(b: Build, a: AttentionSpec, x: Value, form: str | None = None) -> Va
     return b.linear("o", x, "y", own, rows=True)
 
 
-def _index_in(index: BlockIndexerSpec) -> tuple[Proj, ...]:
-    at = "self_attn.indexer"
-    if isinstance(index, MeanIndexerSpec):
-        return (Proj(f"{at}.index_qk_proj", (index.heads + 1) * index.key_dim),)
-    return Proj(f"{at}.q_proj", index.heads * index.key_dim, index.heads), Proj(f"{at}.k_proj", index.key_dim)
-
-
 def _attention_of_blocks(b: Build, a: AttentionSpec, index: BlockIndexerSpec, x: Read) -> Value:
     """See `BlockIndexerSpec`."""
     assert isinstance(x, str), "what an indexer reads is at the end of the buffer"
@@ -116,6 +109,6 @@ def _attention_of_blocks(b: Build, a: AttentionSpec, index: BlockIndexerSpec, x:
     iq = Value("iq", index.heads, index.key_dim)
     b.put_all(IndexBlocks(View(x, first, key.begin), key, iq, a, index, b.norm_spec), iq)
     q, gates = heads(b, a, View(x, 0, first, copied=True))
-    k_norm = "index_k_norm" if isinstance(index, MeanIndexerSpec) else None
+    k_norm = "index_k_norm" if index.scores_means else None
     b.put(ChooseBlocks(iq, CHOSEN, a, index, b.norm_spec, k_norm))
     return project(b, a, gated(b, a, attend(b, a, q, chosen=CHOSEN), gates))

@@ -59,7 +59,7 @@ def _delta(fields: ConfigJson) -> GatedDeltaSpec:
         raise fields.refuse("short_conv_kernel_size", "a whole number of at least 2 is needed")
     bound = _bound(fields) if fields.boolean("kda_safe_gate") else 0.0
     found = kimi_linear.delta(fields.with_values(own), reading.rms_norm(fields).eps, bound)
-    return replace(found, gate_rank=0, whole_gates=True)
+    return replace(found, gate_rank=0)
 
 
 def _bound(fields: ConfigJson) -> float:

@@ -88,7 +88,7 @@ def _rows_of_weights(config: ModelConfig) -> list[int]:
     if (recurrent := config.recurrent) is not None:
         inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
         inner += [] if recurrent.inner is None else [recurrent.inner.rank]
-    return inner + [size for it in config.layers if it.block for size in (it.block.heads_rank, it.block.mlp_rank)]
+    return inner
 
 
 def _program(config: ModelConfig) -> NativeProgram:

@@ -27,7 +27,6 @@ from ..program.layer_program import LayerProgram
 from .attention import AttentionSpec, LatentSpec
 from .feed_forward import Experts
 from .layers import LayerSpec, MediaTokens, PerLayerEmbeddingSpec, ResidualStreams, ropes_of
-from .ngrams import NgramSpec
 from .norms import NormSpec
 from .positions import PositionTable
 from .recurrent import RecurrentSpec
@@ -230,7 +229,7 @@ class ModelConfig:
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
-    def lookup(self) -> NgramSpec | None:
+    def lookup(self) -> RecurrentSpec | None:
         """The first table of n-grams that a layer has; others have other rows alone. None where no layer has one."""
         return next((layer.lookup for layer in self.layers if layer.lookup is not None), None)
 
@@ -448,7 +447,7 @@ class ModelConfig:
             stacked_sides=self.tensors.stacked_sides,
             layers=self.tensors.layers,
             embeddings=self.tensors.embeddings,
-            places=tuple(None if layer.block is None else layer.block.invocation for layer in self.layers),
+            places=tuple(layer.invocation for layer in self.layers),
             shared=self._shared,
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,

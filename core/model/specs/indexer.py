@@ -6,7 +6,9 @@ Tests: tests/core/layers/test_indexer.py, tests/core/layers/test_key_blocks.py
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from .products import Proj
 from .rope_config import RopeConfig
 
 
@@ -66,6 +68,9 @@ class BlockIndexerSpec:
     values of all heads.
     """
 
+    scores_means: ClassVar[bool] = False
+    """A block's score is that of the mean of its keys, which are kept as they are made."""
+
     heads: int
     """One for each head of keys and values."""
 
@@ -94,30 +99,12 @@ class BlockIndexerSpec:
         """By what blocks are chosen, for users."""
         return f"the highest score of each, first the last {self.local}"
 
+    @property
+    def products(self) -> tuple[Proj, ...]:
+        """Its projections of the layer's input: queries, then a token's key."""
+        at = "self_attn.indexer"
+        return Proj(f"{at}.q_proj", self.query_size, self.heads), Proj(f"{at}.k_proj", self.key_dim)
+
     def share(self, size: int) -> BlockIndexerSpec:
         """One of `size` ranks' share."""
         return replace(self, heads=max(1, self.heads // size))
-
-
-@dataclass(frozen=True, slots=True)
-class MeanIndexerSpec(BlockIndexerSpec):
-    """The indexer of Qwen4-Exp, likewise: all queries of a token attend to the same blocks, whole ones that it sees.
-
-    A block's score is `Σ_h relu(q[t, h] · k) · key_dim^-0.5`, where k is the mean of its tokens' keys, normalised and
-    rotated as its first token. The tokens behind the last whole block are attended to in any case. Keys are kept as
-    they are made. `local` has no effect.
-    """
-
-    @property
-    def top_k(self) -> int:
-        """Tokens of all blocks that are chosen, and the most behind the last whole one."""
-        return self.block * (self.top + 1) - 1
-
-    @property
-    def scored_by(self) -> str:
-        """See `BlockIndexerSpec.scored_by`."""
-        return "the mean of each, and those behind the last whole one"
-
-    def share(self, size: int) -> MeanIndexerSpec:
-        """All of it: every rank chooses the same blocks."""
-        return self

@@ -22,11 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from .attention import AttentionSpec
 from .feed_forward import Experts, GatedSpec, UngatedSpec
-from .ngrams import NgramSpec
 from .norms import Norms
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
-from .shared_block import SharedBlock
 
 if TYPE_CHECKING:
     from ..compose.build import Build
@@ -158,13 +156,15 @@ class LayerSpec(ABC):
         return None
 
     @property
-    def block(self) -> SharedBlock | None:
-        """A block that layers share, before the layer's mixer."""
+    def invocation(self) -> int | None:
+        """Its number among the layers with a block that layers share, by which it finds what of that is its own; None:
+        it has no block.
+        """
         return None
 
     @property
-    def lookup(self) -> NgramSpec | None:
-        """A table of n-grams, whose rows are added to the layer's streams."""
+    def lookup(self) -> RecurrentSpec | None:
+        """A table of n-grams, whose rows are added to the layer's streams, with a state beside that of the mixer."""
         return None
 
     @property

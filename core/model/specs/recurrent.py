@@ -192,14 +192,11 @@ class GatedDeltaSpec(RecurrentSpec):
     parted: bool = False
     """Queries, keys and values have projections of their own (OLMo Hybrid)."""
 
-    gate_rank: int = 0
-    """Width of the latents that decays are made of, and of those of the output's gates. Then each channel of a key has
-    a decay, there are as many heads of values as of keys, all is parted, and gates are sigmoids (Kimi Delta Attention,
-    arXiv 2510.26692). 0: what they are made of is the layer's input.
+    gate_rank: int | None = None
+    """Width of the latents that decays are made of, and of those of the output's gates; 0: both are made of the layer's
+    input (Ling 2.6). Then each channel of a key has a decay, there are as many heads of values as of keys, all is
+    parted, and gates are sigmoids (Kimi Delta Attention, arXiv 2510.26692). None: each head has a decay.
     """
-
-    whole_gates: bool = False
-    """The same without latents: decays of channels and gates are made of the layer's input (Ling 2.6)."""
 
     bound: float = 0.0
     """The least logarithm of a decay, below 0: logarithms are that much times a sigmoid. 0: there is none."""
@@ -210,7 +207,7 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def by_channel(self) -> bool:
         """True if each channel of a key has a decay; else each head has one."""
-        return self.whole_gates or self.gate_rank > 0
+        return self.gate_rank is not None
 
     @property
     def k_size(self) -> int:
@@ -461,11 +458,10 @@ class MambaSpec(RecurrentSpec):
     group_ranks: int = 1
     """TP ranks that share each group's heads, because there are more ranks than groups."""
 
-    normed: bool = True
-    """The gated output is normalised; without that, it is the mixer's output (Falcon-H1)."""
-
-    gates_norm: bool = False
-    """The gate multiplies what was normalised, not what will be (Falcon-H1)."""
+    gates_norm: bool | None = False
+    """The gate multiplies what was normalised, not what will be; None: nothing is normalised, and the gated output is
+    the mixer's (Falcon-H1).
+    """
 
     out_bias: bool | None = None
     """The output projection has a bias; None: if `bias` says so of both."""
@@ -507,8 +503,8 @@ class MambaSpec(RecurrentSpec):
         shared = (groups * self.state_size, groups)
         conv = ((self.size, heads), shared, shared)
         found = conv_tensors("mamba.conv1d", self, conv, bias=self.conv_bias)
-        each = MixerTensor((heads,), ((heads, heads),))
-        norm = {"mamba.norm.weight": MixerTensor((self.size,), ((self.size, heads),))} if self.normed else {}
+        each, weight = MixerTensor((heads,), ((heads, heads),)), MixerTensor((self.size,), ((self.size, heads),))
+        norm = {} if self.gates_norm is None else {"mamba.norm.weight": weight}
         return found | {"mamba.dt_bias": each, "mamba.A_log": each, "mamba.D": each, **norm}
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
@@ -527,7 +523,7 @@ class MambaSpec(RecurrentSpec):
             self.num_groups,
             self.group_ranks,
             self.dt_min,
-            self.gates_norm,
+            bool(self.gates_norm),
         )
 
     def products(self, hidden: int) -> Mapping[str, tuple[Proj, ...]]:
@@ -570,7 +566,7 @@ class MambaSpec(RecurrentSpec):
             self.conv_size,
             self.eps,
             dt_min=self.dt_min,
-            gates_norm=self.gates_norm,
+            gates_norm=bool(self.gates_norm),
             group_ranks=self.group_ranks,
         )
 

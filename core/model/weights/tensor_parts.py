@@ -187,7 +187,7 @@ def _layer_sources(
     """Where a checkpoint has each part of a layer. begin: of all layers' names."""
     layer, units = config.layers[index], config.unit_rows_of(tensors)
     shapes = {part.path: part.shape for _, part in _stored_parts(layer, config)}
-    tensors = tensors if layer.block is None else tensors.at_invocation(layer.block.invocation)
+    tensors = tensors if layer.invocation is None else tensors.at_invocation(layer.invocation)
     return {
         LAYER.format(index) + part.path: _layer_source(
             tensors, f"{begin}{_stored_at(index, slot)}.", part.path, shapes, units, names

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from chorus.core.model.families.zamba.layer import ZambaLayer
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.program.ops.attend import Attend
 from chorus.core.model.program.ops.mix import Mix
@@ -138,10 +139,15 @@ def test_an_adapter_on_a_part_of_inputs_of_down_is_refused(tmp_path):
         inspect_adapter(tmp_path / "ia3", read_model_config(tmp_path / "model").module_paths)
 
 
+def _firsts(config):
+    """By layer the first one with the same block; None: the layer has none."""
+    return [layer.first if isinstance(layer, ZambaLayer) else None for layer in config.layers]
+
+
 def test_all_layers_of_zamba_have_one_block(tmp_path):
     save_family("zamba", tmp_path)
     config = read_model_config(tmp_path)
-    assert [layer.block and layer.block.first for layer in config.layers] == [None, 1, None, 1, 1]
+    assert _firsts(config) == [None, 1, None, 1, 1]
     names = sources(config, ())
     at = "model.layers.1.shared_transf."
     assert names["model.layers.4.mlp.gate_proj.weight"].name == f"{at}feed_forward.gate_proj.weight"
@@ -153,7 +159,7 @@ def test_layers_share_no_block_where_embeddings_are_not_tied(tmp_path):
     """transformers ties blocks by the same field."""
     save_family("zamba-biased", tmp_path)
     config = read_model_config(tmp_path)
-    assert [layer.block and layer.block.first for layer in config.layers] == [None, None, 2, None, 4]
+    assert _firsts(config) == [None, None, 2, None, 4]
     assert not config.module_paths.is_shared(2, "down_proj")
     WeightLoader(tmp_path, config, torch.float32)
 
@@ -161,7 +167,7 @@ def test_layers_share_no_block_where_embeddings_are_not_tied(tmp_path):
 def test_layers_of_zamba_that_are_not_named_are_those_of_transformers(tmp_path):
     save_family("zamba-biased", tmp_path)
     config = read_model_config(changed(tmp_path, layers_block_type=None, num_hidden_layers=9))
-    assert [index for index, layer in enumerate(config.layers) if layer.block] == [2, 4, 6, 8]
+    assert [index for index, layer in enumerate(config.layers) if layer.invocation is not None] == [2, 4, 6, 8]
     with pytest.raises(UnsupportedModel, match=r"num_hidden_layers is 2: without layers_block_type.*3 layers or more"):
         read_model_config(changed(tmp_path, layers_block_type=None, num_hidden_layers=2))
     with pytest.raises(UnsupportedModel, match="attention_hidden_size is 64: a block reads 2 · hidden_size elements"):
@@ -205,7 +211,7 @@ def test_fields_that_are_missing_have_the_values_of_transformers(model):
     config = read_model_config(changed(model, intermediate_size=None, hidden_act=None, use_long_context=True))
     assert config.layers[1].dense.size == 4 * 64 and config.layers[1].dense.activation is Activation.GELU
     assert config.max_position_embeddings == 16_384
-    assert [layer.block and layer.block.first for layer in config.layers] == [None, 1, None, 3, 1, None, 3]
-    assert [layer.block and layer.block.invocation for layer in config.layers] == [None, 0, None, 1, 2, None, 3]
+    assert _firsts(config) == [None, 1, None, 3, 1, None, 3]
+    assert [layer.invocation for layer in config.layers] == [None, 0, None, 1, 2, None, 3]
     config = read_model_config(changed(model, layers_block_type=["mamba"] * 7))
-    assert not config.attention_layers and not any(layer.block for layer in config.layers)
+    assert not config.attention_layers and not any(_firsts(config))

@@ -157,7 +157,7 @@ def test_falcon_h1_as_it_is_published(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(published))
     config = read_model_config(tmp_path)
-    assert config.recurrent == MambaSpec(24, 64, 1, 128, eps=1e-5, normed=False, out_bias=False)
+    assert config.recurrent == MambaSpec(24, 64, 1, 128, eps=1e-5, gates_norm=None, out_bias=False)
     assert config.attention.scale == 0.125 * 0.390625
     assert config.attention.rope == RopeConfig(64, 1e11)
     assert (config.embedding_multiplier, config.logits_scale) == (5.656854249492381, 0.0390625)
@@ -169,7 +169,7 @@ def test_ranks_have_shares_of_both_mixers(tiny):
     share = Shard(1, 2).config(config).layers[0]
     assert share.attention is not None
     assert share.attention.num_heads == 2
-    assert share.beside.mixer == MambaSpec(4, 12, 1, 16, eps=1e-5, normed=False, out_bias=False)
+    assert share.beside.mixer == MambaSpec(4, 12, 1, 16, eps=1e-5, gates_norm=None, out_bias=False)
     assert share.beside.in_factor == 1.3
 
 

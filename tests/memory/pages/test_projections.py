@@ -64,7 +64,7 @@ def test_layers_of_two_kinds_share_the_products_that_are_equal():
 @pytest.mark.parametrize("is_first", [True, False])
 def test_outputs_stand_in_the_order_of_a_layer_whatever_the_order_of_layers(is_first):
     """Of two kinds of layers that have some modules in common, such as Ling 2.6's."""
-    delta = mixer_projections(GatedDeltaSpec(2, 2, 12, 12, 1e-6, whole_gates=True), 16)
+    delta = mixer_projections(GatedDeltaSpec(2, 2, 12, 12, 1e-6, gate_rank=0), 16)
     latent = (
         Projection("self_attn.q_proj", "qkv", 16, 16, 2),
         Projection("self_attn.kv_a_proj_with_mqa", "qkv", 16, 14, 1),

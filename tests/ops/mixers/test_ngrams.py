@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from chorus.core.model.specs.ngrams import NgramSpec
+from chorus.core.model.families.qwen4_exp.ngrams import NgramSpec
 from chorus.ops.mixers.ngrams import multipliers
 from chorus.ops.mixers.recurrent import RecurrentState
 from chorus.ops.mixers.table_sizes import table_sizes

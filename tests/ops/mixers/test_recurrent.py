@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.model.specs.head_conv import HeadConvSpec
-from chorus.core.model.specs.headed_scan import HeadedScanSpec
+from chorus.core.model.families.zamba.headed_scan import HeadedScanSpec
+from chorus.core.model.families.zaya.head_conv import HeadConvSpec
 from chorus.ops.mixers.mamba2 import MambaWeights
 from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights, scanned
 from chorus.ops.mixers.rg_lru import RgLruWeights

@@ -42,8 +42,7 @@ def _beside(fields: ConfigJson) -> MixerBeside:
     size = fields.optional("mamba_d_ssm")
     mamba = replace(
         mamba_2(fields, size),
-        normed=fields.boolean("mamba_rms_norm"),
-        gates_norm=fields.boolean("mamba_rms_norm") and fields.boolean("mamba_norm_before_gate"),
+        gates_norm=fields.boolean("mamba_norm_before_gate") if fields.boolean("mamba_rms_norm") else None,
         out_bias=fields.boolean("projectors_bias"),
     )
     return MixerBeside(

@@ -14,14 +14,14 @@ from ...specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Routing
-from ...specs.indexer import MeanIndexerSpec
-from ...specs.ngrams import NgramSpec
 from ...specs.norms import Norms
 from ...specs.recurrent import GatedDeltaSpec
 from ...specs.tensor_names import TensorNames
 from .. import qwen3_5, reading, rotary
 from ..defaults import Defaults
+from .indexer import MeanIndexerSpec
 from .layer import GatedStreamsLayer, GatedStreamsSpec
+from .ngrams import NgramSpec
 
 _LINEAR, _INDEXED = "linear_attention", "indexed_attention"
 

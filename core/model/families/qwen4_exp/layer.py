@@ -16,10 +16,10 @@ from ...program.ops.hyper import CopyToStreams, GiveToStreams
 from ...program.ops.mix import Mix
 from ...program.ops.residual import Replace
 from ...program.ops.rows import Scale
-from ...specs.ngrams import FACTORS, TABLE, NgramSpec
 from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
 from ...weights.slots import LOOKUP, LOOKUP_TABLE
+from .ngrams import FACTORS, TABLE, NgramSpec
 from .ops import AddToStreams, GateLookup, LookUp, MeanOfGated, NormStreams, StreamNumbers
 
 #: The beginning of the slots of what takes of the streams.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ...program.layer_program import Kept
 from ...program.op import STREAMS, Op, Read
-from ...specs.ngrams import NgramSpec
 from ...specs.norms import NormSpec
+from .ngrams import NgramSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,7 @@
 these layers share one or two blocks' weights.
 
 A block reads the residual stream and the embeddings, side by side. Its output is added to the input of the layer's
-mixer, not to the residual stream: see `SharedBlock`. Each layer adds low-rank pairs of its own to the block's weights;
+mixer, not to the residual stream: see `ZambaLayer`. Each layer adds low-rank pairs of its own to the block's weights;
 transformers lists them in the block, by the layer's number among those with a block.
 
 Tests: tests/core/layers/test_shared_blocks.py, tests/core/paths
@@ -18,14 +18,13 @@ from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Activation
-from ...specs.headed_scan import HeadedScanSpec
 from ...specs.layers import LayerSpec
 from ...specs.recurrent import MambaSpec
-from ...specs.shared_block import SharedBlock
 from ...specs.tensor_names import TensorNames
 from .. import reading, rotary
 from ..defaults import Defaults
 from ..mamba_1 import time_step_rank
+from .headed_scan import HeadedScanSpec
 from .layer import ZambaLayer
 
 _MAMBA, _HYBRID = "linear_attention", "hybrid"
@@ -70,9 +69,10 @@ def _layers(fields: ConfigJson, types: Sequence[str]) -> list[LayerSpec]:
     if not fields.boolean("tie_word_embeddings") and types.count(_HYBRID) > blocks:
         why = f"transformers ties blocks by it, too, and num_mem_blocks is {blocks}; only true is supported"
         raise fields.refuse("tie_word_embeddings", why)
-    for invocation, (index, first) in enumerate(_firsts(fields, types, blocks)):
-        block = SharedBlock(mamba, first, invocation, heads_rank, rank)
-        found[index] = ZambaLayer(attention, mlp, shared=block)
+    for number, (index, first) in enumerate(_firsts(fields, types, blocks)):
+        found[index] = ZambaLayer(
+            attention, mlp, behind=mamba, first=first, number=number, heads_rank=heads_rank, mlp_rank=rank
+        )
     return found
 
 
@@ -140,8 +140,8 @@ def _read_first(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(*heads, scale=(heads.head_dim / 2) ** -0.5, rope=None)
     mamba, mlp = _mamba_by_heads(fields), reading.gated(fields)
     found: list[LayerSpec] = [DecoderLayer(mamba, None)] * len(types)
-    for invocation, (index, first) in enumerate(_firsts(fields, types, 1)):
-        found[index] = ZambaLayer(attention, mlp, shared=SharedBlock(mamba, first, invocation, 0, 0))
+    for number, (index, first) in enumerate(_firsts(fields, types, 1)):
+        found[index] = ZambaLayer(attention, mlp, behind=mamba, first=first, number=number)
     return reading.dense(fields, found, reading.rms_norm(fields))
 
 

@@ -11,10 +11,10 @@ from ...specs.attention import AttentionSpec
 from ...specs.config import ModelConfig
 from ...specs.family import Family
 from ...specs.feed_forward import Routing
-from ...specs.head_conv import HeadConvSpec
 from ...specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from .. import reading, rotary
 from ..defaults import TOKENS, Defaults
+from .head_conv import HeadConvSpec
 from .layer import ZayaExperts, ZayaLayer
 
 _FULL, _SLIDING = "hybrid", "hybrid_sliding"

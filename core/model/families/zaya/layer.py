@@ -18,10 +18,10 @@ from ...program.ops.heads import Heads
 from ...program.ops.mix import Mix
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import Experts, UngatedActivation
-from ...specs.head_conv import HeadConvSpec
 from ...weights.layer_weights import PartWeights
 from ...weights.slot import Keep, SlotTensor
 from ...weights.slots import EXPERTS
+from .head_conv import HeadConvSpec
 from .ops import AddScaled, CarryRouterState
 
 if TYPE_CHECKING:

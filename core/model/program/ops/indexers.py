@@ -218,12 +218,11 @@ class IndexBlocks(Op):
         from .....ops.attention.key_blocks import halves_of
         from .....ops.elementwise.elementwise import rotate
         from ...nvtx_spans import span
-        from ...specs.indexer import MeanIndexerSpec
 
         spec, model, kv, eps = self.indexer, at.model, at.model.kv_index[at.index], self.norm.eps
         queries, key_of, q_out = at.reader(self.x), at.reader(self.key), Kept(self.q, (spec.heads, spec.key_dim))
         q_norm, k_norm, head_dim = at.weights[self.q_norm], at.weights[self.k_norm], self.attention.head_dim
-        is_plain = isinstance(spec, MeanIndexerSpec)
+        is_plain = spec.scores_means
 
         def run(step: Step) -> None:
             names, rotation = step.names, step.rotations[spec.rope]
@@ -240,13 +239,12 @@ class IndexBlocks(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        from ...specs.indexer import MeanIndexerSpec
         from ..native_attention import index_keys
         from ..native_binding import weight_of
 
         spec = self.indexer
         to.need("OpKind.kChoose", "indexer of blocks of keys")
-        if isinstance(spec, MeanIndexerSpec):
+        if spec.scores_means:
             raise NoNativeOp("indexer of means of keys")
         kept = to.temporary("key", spec.key_dim)
         q = to.held_as(to.written(at), "Rounded")

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from chorus.core.model.families.recurrent_gemma.rg_lru import RgLruSpec
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.model.specs.norms import NormSpec
 from chorus.core.model.specs.recurrent import MambaSpec, ShortConvSpec
-from chorus.core.model.specs.rg_lru import RgLruSpec
 from chorus.core.model.specs.selective_scan import SelectiveScanSpec
 from chorus.core.model.weights.narrow_bytes import kept_bytes
 from chorus.core.model.weights.shard import Shard

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from .products import Proj
-from .recurrent import MixerTensor, RecurrentSpec, conv_tensors, taps
+from ...specs.products import Proj
+from ...specs.recurrent import MixerTensor, RecurrentSpec, conv_tensors, taps
 
 if TYPE_CHECKING:
     import torch
 
-    from ....ops.library.native_model import NativeShape
-    from ....ops.mixers.recurrent import RecurrentWeights
+    from .....ops.library.native_model import NativeShape
+    from .....ops.mixers.recurrent import RecurrentWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RgLruSpec(RecurrentSpec):
         """See `RecurrentSpec.weights`."""
         import torch
 
-        from ....ops.mixers.rg_lru import RgLruWeights
+        from .....ops.mixers.rg_lru import RgLruWeights
 
         found = {name.split(".")[-1]: it for name, it in tensors.items()}
         return RgLruWeights(
@@ -93,7 +93,7 @@ class RgLruSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """Heads of v, with one row of a state each."""
-        from ....ops.library.native_model import NativeMixer, NativeShape
+        from .....ops.library.native_model import NativeMixer, NativeShape
 
         return NativeShape(NativeMixer.RG_LRU, 0, self.num_heads, 1, self.head_dim, self.conv_size, 0.0)
 

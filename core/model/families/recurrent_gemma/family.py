@@ -8,15 +8,15 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-from ..compose.decoder_layer import DecoderLayer
-from ..config_json import ConfigJson
-from ..specs.config import ModelConfig
-from ..specs.family import Family
-from ..specs.rg_lru import RgLruSpec
-from ..specs.rope_config import RopeConfig
-from ..specs.tensor_names import TensorNames, gated_names
-from . import reading, rotary
-from .defaults import Defaults
+from ...compose.decoder_layer import DecoderLayer
+from ...config_json import ConfigJson
+from ...specs.config import ModelConfig
+from ...specs.family import Family
+from ...specs.rope_config import RopeConfig
+from ...specs.tensor_names import TensorNames, gated_names
+from .. import reading, rotary
+from ..defaults import Defaults
+from .rg_lru import RgLruSpec
 
 _ATTENTION, _RECURRENT = "attention", "recurrent"
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
-from .products import Proj
-from .recurrent import MixerTensor, RecurrentSpec, conv_tensors, taps
+from ...specs.products import Proj
+from ...specs.recurrent import MixerTensor, RecurrentSpec, conv_tensors, taps
 
 if TYPE_CHECKING:
     import torch
 
-    from ....ops.library.native_model import NativeShape
-    from ....ops.mixers.recurrent import RecurrentWeights
+    from .....ops.library.native_model import NativeShape
+    from .....ops.mixers.recurrent import RecurrentWeights
 
 #: The most channels of a block, of which a state has a part each.
 _MOST_CHANNELS = 64
@@ -77,7 +77,7 @@ class HeadedScanSpec(RecurrentSpec):
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
         """See `RecurrentSpec.weights`."""
-        from ....ops.mixers.headed_scan import HeadedScanWeights  # needs torch
+        from .....ops.mixers.headed_scan import HeadedScanWeights  # needs torch
 
         own = {name.removeprefix("mamba."): tensor for name, tensor in tensors.items()}
         return HeadedScanWeights(
@@ -107,7 +107,7 @@ class HeadedScanSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """Heads of v are blocks of channels."""
-        from ....ops.library.native_model import NativeMixer, NativeShape
+        from .....ops.library.native_model import NativeMixer, NativeShape
 
         blocks, state, block = self.recurrent_shape
         sizes = 0, blocks, state, block, self.conv_size

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from .recurrent import MixerTensor, RecurrentSpec, taps
+from ...specs.recurrent import MixerTensor, RecurrentSpec, taps
 
 if TYPE_CHECKING:
     import torch
 
-    from ....ops.mixers.recurrent import RecurrentWeights
+    from .....ops.mixers.recurrent import RecurrentWeights
 
 #: Where transformers has the convolutions of a layer.
 _AT = "self_attn.qkv_proj"
@@ -81,7 +81,7 @@ class HeadConvSpec(RecurrentSpec):
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
         """See `RecurrentSpec.weights`."""
-        from ....ops.mixers.head_conv import HeadConvWeights  # needs torch
+        from .....ops.mixers.head_conv import HeadConvWeights  # needs torch
 
         own = {name.removeprefix(f"{_AT}."): tensor for name, tensor in tensors.items()}
         by_head = own["conv_qk_grouped.weight"].unflatten(0, (-1, self.head_dim))

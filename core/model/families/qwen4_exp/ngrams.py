@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
-from ....ops.mixers.table_sizes import table_sizes
-from .recurrent import MixerTensor, RecurrentSpec
+from .....ops.mixers.table_sizes import table_sizes
+from ...specs.recurrent import MixerTensor, RecurrentSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from ....ops.mixers.recurrent import RecurrentWeights
+    from .....ops.mixers.recurrent import RecurrentWeights
 
 _CONV = "ple.conv1d.weight"
 
@@ -123,7 +123,7 @@ class NgramSpec(RecurrentSpec):
         """See `RecurrentSpec.weights`."""
         import torch
 
-        from ....ops.mixers.ngrams import NgramNumbers, NgramWeights, multipliers
+        from .....ops.mixers.ngrams import NgramNumbers, NgramWeights, multipliers
 
         sizes = self.head_rows
         firsts = list(accumulate(sizes, initial=0))[:-1]

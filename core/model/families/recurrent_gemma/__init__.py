@@ -1,0 +1,1 @@
+"""RecurrentGemma: how its configuration is read, and its linear recurrent units."""
