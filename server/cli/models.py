@@ -174,7 +174,6 @@ def described(directory: Path) -> list[str]:
         lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
     if (lookup := model.lookup) is not None:
         lines.append(f"{model.num_lookups} layers have {lookup.described()}, in the host's memory")
-    if blocks := [layer.block.first for layer in model.layers if layer.block]:
-        shared = f"{len(set(blocks))} blocks of attention and a feed-forward part"
-        lines.append(f"{len(blocks)} of them are behind one of {shared}, whose weights they share")
+    for kind in dict.fromkeys(map(type, model.layers)):
+        lines += kind.told([layer for layer in model.layers if type(layer) is kind])
     return lines

@@ -113,6 +113,12 @@ class LayerSpec(ABC):
     def build(self, b: Build) -> None:
         """Write it."""
 
+    @classmethod
+    def told(cls, layers: Sequence[LayerSpec]) -> list[str]:
+        """Sentences on a model's layers of this class, of which these are all: what nothing else says of them."""
+        del layers
+        return []
+
     def seeing(self) -> Self:
         """The layer where images are served."""
         return self

@@ -5,6 +5,7 @@ Tests: tests/core/layers/test_shared_blocks.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...compose.parts import activated, down, gate_up
 from ...program.op import EMBEDDED, View
 from ...specs.attention import AttentionSpec
 from ...specs.feed_forward import GatedSpec
+from ...specs.layers import LayerSpec
 from ...specs.recurrent import RecurrentSpec
 from .ops import CopyEmbeddings
 
@@ -51,6 +53,13 @@ class ZambaLayer(DecoderLayer):
 
     mlp_rank: int = 0
     """Rank of the pair of gate and up; 0: there is none."""
+
+    @classmethod
+    def told(cls, layers: Sequence[LayerSpec]) -> list[str]:
+        """See `LayerSpec.told`."""
+        blocks = {layer.first for layer in layers if isinstance(layer, cls)}
+        shared = f"{len(blocks)} blocks of attention and a feed-forward part"
+        return [f"{len(layers)} of them are behind one of {shared}, whose weights they share"]
 
     @property
     def invocation(self) -> int:
