@@ -144,6 +144,24 @@ def _images(directory: Path, model: ModelConfig) -> list[str]:
     return [f"images: served {where}, with adapters of the vision tower"]
 
 
+def _layers(model: ModelConfig) -> list[str]:
+    lines: list[str] = []
+    if experts := model.experts:
+        count = sum(layer.experts is not None for layer in model.layers)
+        lines.append(f"{count} layers have {_experts(experts)}")
+    for (seen, rope), count in Counter((_seen(it), it.rope) for it in model.attention_layers).items():
+        turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
+        lines.append(f"{count} layers see {seen}, with {turned}")
+    if recurrent := model.recurrent:
+        verb = next(layer.VERB for layer in model.layers if layer.recurrent)
+        lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
+    if (lookup := model.lookup) is not None:
+        lines.append(f"{model.num_lookups} layers have {lookup.described()}, in the host's memory")
+    for kind in dict.fromkeys(map(type, model.layers)):
+        lines += kind.told([layer for layer in model.layers if type(layer) is kind])
+    return lines
+
+
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.read_config import family_of, read_model_config
@@ -151,7 +169,6 @@ def described(directory: Path) -> list[str]:
     model = read_model_config(directory)
     family, _ = family_of(model.architecture)
     assert family is not None, "the configuration was read by it"
-    kinds = Counter((_seen(it), it.rope) for it in model.attention_layers)
     most = model.max_position_embeddings
     more = f"; with --max-model-len, up to {most:,}" if most > model.max_context else ""
     lines = [
@@ -163,17 +180,5 @@ def described(directory: Path) -> list[str]:
     lines += _images(directory, model)
     if (form := _form(directory, model)) is not None:
         lines.append(f"weights: {form}, {_kept(model)}")
-    if experts := model.experts:
-        count = sum(layer.experts is not None for layer in model.layers)
-        lines.append(f"{count} layers have {_experts(experts)}")
-    for (seen, rope), count in kinds.items():
-        turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
-        lines.append(f"{count} layers see {seen}, with {turned}")
-    if recurrent := model.recurrent:
-        verb = next(layer.VERB for layer in model.layers if layer.recurrent)
-        lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
-    if (lookup := model.lookup) is not None:
-        lines.append(f"{model.num_lookups} layers have {lookup.described()}, in the host's memory")
-    for kind in dict.fromkeys(map(type, model.layers)):
-        lines += kind.told([layer for layer in model.layers if type(layer) is kind])
+    lines += _layers(model)
     return lines
