@@ -177,6 +177,27 @@ def test_light_and_dark_narrow_and_wide(browser, large, backgrounds, tmp_path, s
     assert not browser.problems()
 
 
+@pytest.mark.parametrize("width", [1600, 1280, 400])
+def test_longer_texts_of_tiles_move_nothing(browser, large, width):
+    """A minute after the last first token its percentile is a dash again: at 1,280 pixels a line less."""
+    opened(browser, large)
+    browser.resize(width)
+    drawn(browser)
+    heights = """return arguments[0].map((text) => {
+        document.querySelectorAll('.tile span').forEach((one) => { one.textContent = text; });
+        return document.querySelector('.tiles').offsetHeight; })"""
+    assert (
+        len(
+            {
+                *browser.run(
+                    heights, ["\N{EN DASH}", "95th percentile 12.34 s", "1,234 merges \N{MIDDLE DOT} 12 switches"]
+                )
+            }
+        )
+        == 1
+    )
+
+
 def test_a_chosen_theme_counts_whatever_the_system_prefers(browser, large):
     opened(browser, large)
     drawn(browser, 2)
