@@ -312,7 +312,8 @@ struct NormOp {
 // Columns of out = columns of x.
 struct CopyOp {
     int32_t x, column, width, out, out_column;
-    int32_t groups = 0, step = 0;  // so many groups of columns lie side by side in out, and `step` columns apart in x; 0: one
+    int32_t groups = 0,
+            step = 0;  // so many groups of columns lie side by side in out, and `step` columns apart in x; 0: one
     int32_t spread = 0;  // 1: all columns of a group of out are the first one of x's
 };
 
