@@ -29,10 +29,9 @@ from ..requests.request import Request, RequestState
 from ..requests.request_params import InvalidRequest
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
 from ..speculation.speculation import Speculation
-from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
+from .allocator import Allocator, is_eligible
 from .grammar_budget import GrammarBudget
-from .index_lending import is_eligible
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .queues import (
@@ -92,6 +91,9 @@ class Scheduler:
             clock=clock,
         )
         self._requests = self.lifecycle.requests
+        self._allocator = Allocator(
+            limits, self._service, self.running, self.waiting, memory, self.lifecycle.lengths, loads.costs
+        )
         self._admission = self.admission_type(
             limits=limits,
             waiting=self.waiting,
@@ -99,6 +101,7 @@ class Scheduler:
             memory=memory,
             loads=loads,
             lifecycle=self.lifecycle,
+            allocator=self._allocator,
             clock=clock,
         )
         self._clock = clock
@@ -107,7 +110,6 @@ class Scheduler:
         self.target = StepTarget(None if target == "auto" else target / 1e3) if target else None
         """None: nothing bounds a step's prompts but `max_num_batched_tokens`."""
         self._plain: list[ScheduledSequence] = []  # of the last step without prompts
-        self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._speculation = speculation
         self._loading: list[Request] = []  # running while their adapter is still being loaded
@@ -234,7 +236,7 @@ class Scheduler:
         builder = StepBuilder(
             limits=self._limits,
             lifecycle=self.lifecycle,
-            turns=self._turns,
+            allocator=self._allocator,
             running=self.running,
             candidates=candidates,
             now=now,
@@ -349,8 +351,8 @@ class Scheduler:
         """
         info = self.last_step = StepInfo(plan.step_id, len(plan.sequences), len(plan.adapters), plan.num_tokens)
         self._count_steps(plan.num_tokens)
-        if self._turns.most is not None:
-            self._turns.note_step(self._adapters_of(plan), self._clock())
+        if self._allocator.max_adapters is not None:
+            self._allocator.note_step(self._adapters_of(plan), self._clock())
         requests, outputs, num_generated, num_pooled = self._requests, [], 0, self.num_pooled
         has_extras = result.unready or result.errors or result.prompt_logprobs or result.pooled
         is_async = plan.sources is not None
@@ -492,8 +494,8 @@ class Scheduler:
             requests = self.grammars.choose(requests) or requests
         if self.target is not None and self.target.debts:
             requests = self.target.without_held(requests)
-        if self._turns.most is not None:
-            requests = self._turns.share(requests, self._service.order, self._clock())
+        if self._allocator.max_adapters is not None:
+            requests = self._allocator.with_index(requests, self._clock())
         return requests
 
     def grow_decodes(self, ahead: int = 0) -> bool:
@@ -520,6 +522,7 @@ class Scheduler:
         if not builder.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
             builder.begin_admission()
             self._admission.admit(builder)
+            self._allocator.end()
             self._loading += [request for request in builder.admitted if request.state is RequestState.LOADING]
         if lacks_adapters:
             self._load_ahead.read(self._admission.read_order())

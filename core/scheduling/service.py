@@ -107,6 +107,27 @@ class TokenCounters(QueuePolicy):
                 self.counters[tenant] = counter
 
 
+def max_min_level(
+    amount: float, wanted: Mapping[str, float], weights: Mapping[str, float], others: float = 0.0
+) -> float:
+    """Return the level of a weighted max-min split. Infinite if all tenants get all they want.
+
+    A tenant's share is the amount it wants, or its weight times the level if that is less.
+
+    wanted: by tenant, where bounded. weights: by tenant; by default 1. others: sum of the weights of tenants that want
+    all they may have.
+    """
+    unmet = [(want, weights.get(tenant, 1.0)) for tenant, want in wanted.items()]
+    while total := others + sum([weight for _, weight in unmet]):
+        level = amount / total
+        met = [want for want, weight in unmet if want <= level * weight]
+        if not met:
+            return level
+        amount -= sum(met)
+        unmet = [each for each in unmet if each[0] > level * each[1]]
+    return math.inf
+
+
 TurnKey = tuple[bool, float, float]
 """Sort key of a waiting tenant: False if it is overdue for its turn, its standing (0 if it is overdue), and the number
 of its last turn or of its arrival.

@@ -5,7 +5,6 @@ Tests: tests/core/scheduling/test_service.py, tests/core/scheduling/test_schedul
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -13,13 +12,10 @@ from enum import Enum, auto
 from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
 from ..requests.request import Request
-from .adapter_turns import AdapterTurns
-from .index_lending import IndexLending
+from .allocator import Allocator
 from .lifecycle import Lifecycle
-from .page_lending import PageLending
 from .queue_order import QueueOrder
 from .queues import Running
-from .slot_lending import SlotLending
 from .step_target import PromptWork
 from .token_budget import TokenBudget
 
@@ -30,24 +26,24 @@ class SlotSource(Enum):
     FREE = auto()
     """A free slot."""
     TENANT = auto()
-    """A tenant that was served more (`SlotLending`)."""
+    """A tenant that was served more."""
     CHOICE = auto()
     """A request with several choices, for a request without a running choice."""
     ADAPTER = auto()
-    """An adapter that gives its index to an overdue one (`IndexLending`)."""
+    """An adapter that gives its index to an overdue one."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class StepBuilder:
     """A step under construction.
 
-    `TokenBudget` deals out tokens. `SlotLending`, `IndexLending` and `PageLending` decide who gives slots, adapter
-    indices and pages to waiting requests when there are no free ones; they exist from `begin_admission` on.
+    `TokenBudget` deals out tokens; the `Allocator` chooses who gives a slot, an adapter index or pages that a waiting
+    request needs.
     """
 
     limits: EngineConfig
     lifecycle: Lifecycle
-    turns: AdapterTurns
+    allocator: Allocator
     running: Running
     """All running requests; admitted ones are added."""
     candidates: Sequence[Request]
@@ -71,12 +67,9 @@ class StepBuilder:
     overdue_before: float = 0.0
     """Requests that arrived before this time have been overtaken for long enough."""
     tokens: TokenBudget = field(init=False)
-    slots: SlotLending = field(init=False)
-    indices: IndexLending = field(init=False)
     slot_source: SlotSource = field(init=False)
     order: QueueOrder = field(init=False)
     """The candidates for the slot."""
-    _pages: PageLending | None = None  # made when it is first asked for: most steps admit nothing
 
     def __post_init__(self) -> None:
         self.tokens = TokenBudget(self.limits, self.running, self.lifecycle, self.work, is_async=self.is_async)
@@ -91,24 +84,12 @@ class StepBuilder:
 
         If they use every slot, at least one token is left: a request that gets the slot of another can decode.
         """
-        limits, running, counts = self.limits, self.running, self.tokens.counts
+        limits, counts = self.limits, self.tokens.counts
         self.overdue_before = self.now - limits.max_overtake_seconds
         self.num_sequences = len(self.candidates) if self.all_decode else len(counts)
         num_used = self.num_sequences if self.all_decode else sum(counts.values())
         self.tokens.begin_admission(num_used, may_borrow=self.num_sequences == limits.max_num_seqs)
-        all_running = len(self.candidates) == len(running)
-        tenants = running.tenants if all_running else Counter([request.fairness_key for request in self.candidates])
-        service = self.lifecycle.service
-        self.slots = SlotLending(limits.max_num_seqs, service, running.tenants, tenants)
-        self.indices = IndexLending(self.turns, service, running, self.candidates, self.now)
-
-    @property
-    def pages(self) -> PageLending:
-        if self._pages is None:
-            self._pages = PageLending(
-                self.lifecycle, self.running, self.candidates, self.admitted, self.eligible_adapters
-            )
-        return self._pages
+        self.allocator.begin(self.candidates, self.admitted, self.now, self.eligible_adapters)
 
     def admit(self, request: Request, count: int, length: int) -> None:
         """Begin a waiting request with `count` tokens (0: it is in no step yet), and charge its tenant.
@@ -118,15 +99,17 @@ class StepBuilder:
         self.running.append(request)
         self.admitted.add(request)
         self.lifecycle.service.begin(request, length - 1)
-        self.pages.admit(request)
-        if request.adapter is not None and (donor := self.indices.admit(request.adapter)) is not None:
+        self.allocator.take_pages(request)
+        if request.adapter is not None and (donor := self.allocator.take_index(request.adapter)) is not None:
             self._deschedule(donor)
         self.num_sequences += 1
         if count:
             if self.work is not None and self.work.frees_step(request.fairness_key):
                 self._free_step(self.work)
             self.tokens.take(request, count)
-        self.slots.admit(request.fairness_key, count)
+            self.allocator.take_slot(request.fairness_key)
+        else:
+            self.allocator.note_cost(request.fairness_key)
 
     def _free_step(self, work: PromptWork) -> None:
         """Leave out the prompts of tenants that owe time, as one that owes none begins a request."""
@@ -139,12 +122,11 @@ class StepBuilder:
 
     def may_begin(self, tenant: str) -> bool:
         """True if a tenant, the first in turn, may begin a request in a slot of the present source."""
-        pages = self.pages
-        if tenant in pages.barred or (tenant in pages.donors and not self.is_overdue(tenant)):
+        if not self.allocator.may_begin(tenant, is_overdue=self.is_overdue(tenant)):
             return False
         if self.work is not None and tenant in self.work.held and not self.order.turns.is_overdue:
             return False
-        return self.slot_source is not SlotSource.TENANT or self.slots.has_donor_for(tenant)
+        return self.slot_source is not SlotSource.TENANT or self.allocator.may_take_slot(tenant)
 
     def is_overdue(self, tenant: str) -> bool:
         """True if a tenant, the first in turn, is overdue for it and has no running request."""
@@ -153,11 +135,7 @@ class StepBuilder:
     def preempt(self, victim: Request) -> None:
         """Preempt a running request for a waiting one; its tenant begins no more requests in this step."""
         self.lifecycle.preempt(victim)
-        self.pages.note_victim(victim)
-        if self.candidates is self.running or victim in self.candidates:
-            self.slots.drop(victim.fairness_key)
-        else:
-            self.slots.change(victim.fairness_key, 0)
+        self.allocator.note_victim(victim)
 
     def keep_max_num_seqs(self) -> None:
         """Deschedule the running requests that lost their slot to admitted ones."""
@@ -177,9 +155,7 @@ class StepBuilder:
             count = tokens.counts.pop(request, int(self.all_decode and not is_new))
             tokens.left += count
             self.num_sequences -= bool(count)
-            if is_new and count:
-                self.slots.retract(request.fairness_key)
             if count or (not is_new and request in candidates):
-                self.slots.drop(request.fairness_key)
+                self.allocator.drop_slot(request.fairness_key, is_new=is_new)
         if self.num_sequences < num_sequences:  # the new sequence has a slot; no other one is descheduled for it
             tokens.return_borrowed()

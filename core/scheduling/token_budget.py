@@ -14,7 +14,7 @@ from ..config import EngineConfig
 from ..requests.request import Request
 from .lifecycle import Lifecycle
 from .queues import Running, num_missing, split_prompts
-from .shares import max_min_level
+from .service import max_min_level
 from .step_target import PromptWork
 
 
