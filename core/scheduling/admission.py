@@ -6,7 +6,7 @@ Tests: tests/core/scheduling/test_scheduling.py, tests/core/scheduling/test_queu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
 
@@ -22,7 +22,6 @@ from .load_ahead import LoadPolicy
 from .queue_order import QueueOrder
 from .queues import AdapterQueue, WaitingQueue
 from .request_memory import RequestMemory
-from .shared_prefills import SharedPrefills
 from .step_builder import SlotSource, StepBuilder
 
 DOUBT_SECONDS = 10.0
@@ -153,7 +152,7 @@ class Admission:
             return False
         if adapter is None or (adapter.pages and adapter.transfer is None):
             return True
-        return self.loads.may_start(adapter, min(request.num_tokens, builder.tokens.left))
+        return self.loads.may_start(adapter, min(request.num_tokens, builder.left))
 
     def fits(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
@@ -174,7 +173,7 @@ class Admission:
 
         The caller begins each of them, or passes it over.
         """
-        if builder.tokens.left <= 0 or (slot_source := self.find_slot(builder)) is None:
+        if builder.left <= 0 or (slot_source := self.find_slot(builder)) is None:
             return
         self.open_queue(builder, slot_source)
         while (request := self._next(builder)) is not None:
@@ -184,18 +183,18 @@ class Admission:
             blocks = self.memory.match(request)
             kept = self.memory.kept_tokens(request, blocks)
             count = self.memory.limit_chunk(request, kept, request.num_tokens - kept)
-            if count > builder.tokens.left and not self.limits.chunked_prefill:
+            if count > builder.left and not self.limits.chunked_prefill:
                 return
             if self._prefills.hold_back(request, kept) or self._prefills.wait_for_fetch(request, blocks):
                 builder.order.advance()
-            elif (fitting := builder.tokens.whole(request, kept, builder.tokens.most(request, count))) > 0:
+            elif (fitting := builder.whole(request, kept, builder.most(request, count))) > 0:
                 yield request, blocks, fitting
             else:
                 return
 
     def _next(self, builder: StepBuilder) -> Request | None:
         """Return the next request with a slot, tokens, its adapter and a share of the pages; None if there is none."""
-        while builder.tokens.left > 0 and self.allocator.num_short <= MOST_SHORT:
+        while builder.left > 0 and self.allocator.num_short <= MOST_SHORT:
             request = builder.order.next()
             if request is None:
                 if not self._try_next_source(builder):
@@ -260,7 +259,7 @@ class Admission:
             return True
         tenant, allocator = request.fairness_key, self.allocator
         if builder.is_async and (allocator.may_take_slot(tenant) or allocator.beyond_shares(request)):
-            builder.tokens.was_short = True
+            builder.was_short = True
             return False
         if victims := allocator.find_victims(request, is_overdue=builder.is_overdue(tenant)):
             for victim in victims:
@@ -296,7 +295,7 @@ class Admission:
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = request.num_known_blocks * self.memory.block_tokens
         self._prefills.begin(request)
-        length = self.lifecycle.lengths.final_length(request)
+        length = self.lifecycle.service.lengths.final_length(request)
         builder.admit(request, 0 if request.restoring is not None else count, length)
 
 
@@ -308,3 +307,81 @@ def is_loading(request: Request) -> bool:
 def is_read(store: AdapterStore, adapter: Adapter) -> bool:
     """True if nothing of an adapter is still to be read from disk."""
     return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
+
+
+@dataclass(eq=False)
+class SharedPrefills:
+    """Holds back waiting requests while a running one, their leader, computes the same prompt.
+
+    They wait no longer than its prefill takes: anything that delays it, such as a full step, would delay them too. When
+    the leader ends, is aborted or is preempted, they are candidates again, and the first of them becomes the leader.
+    """
+
+    _memory: RequestMemory
+    _waiting: WaitingQueue
+    leaders: dict[object, Request] = field(default_factory=dict)
+    """By what tells their prompts apart: those that compute one, and those that did until `release_followers`."""
+    _followers: dict[Request, list[Request]] = field(default_factory=dict)
+    _fetched: dict[Request, list[Request]] = field(default_factory=dict)
+    _reading: list[Request] = field(default_factory=list)
+
+    def hold_back(self, request: Request, num_tokens: int) -> bool:
+        """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
+        if not self.leaders or self._memory.shareable(request) <= num_tokens or request.needs_prompt_states:
+            return False
+        leader = self.leaders.get(self._key(request))
+        if leader is None or not self._leads(leader) or not _has_same_prompt(leader, request):
+            return False
+        self._waiting.hold_back(request)
+        self._followers.setdefault(leader, []).append(request)
+        return True
+
+    def wait_for_read(self, request: Request) -> bool:
+        """Hold a request back while its prompt's blocks are being read from files, if that is worth it."""
+        if request.reading is None or not self._memory.is_read_ahead(request):
+            return False
+        self._waiting.hold_back(request)
+        self._reading.append(request)
+        return True
+
+    def wait_for_fetch(self, request: Request, blocks: list[Block]) -> bool:
+        """Hold a request back if another one is copying the blocks that it begins with from host memory."""
+        other = self._memory.fetched_by(blocks)
+        if other is None:
+            return False
+        self._waiting.hold_back(request)
+        self._fetched.setdefault(other, []).append(request)
+        return True
+
+    def begin(self, request: Request) -> None:
+        """Make an admitted request the leader of its prompt, if there is none."""
+        if request.caching and self._leads(request):
+            self.leaders.setdefault(self._key(request), request)
+
+    def release_followers(self) -> None:
+        """Release a leader's followers once it has computed the prompt, or copied it, or never will."""
+        for request in [each for each in self._reading if not self._memory.is_read_ahead(each)]:
+            self._reading.remove(request)
+            self._waiting.release(request)
+        for fetching in [each for each in self._fetched if each.fetch is None]:
+            for request in reversed(self._fetched.pop(fetching)):
+                self._waiting.release(request)
+        for key, leader in list(self.leaders.items()):
+            if not self._leads(leader):
+                del self.leaders[key]
+                for request in reversed(self._followers.pop(leader, ())):
+                    self._waiting.release(request)
+
+    def _leads(self, leader: Request) -> bool:
+        known = leader.num_known_blocks * self._memory.block_tokens
+        return leader.is_running and leader.caching and known < self._memory.shareable(leader)
+
+    def _key(self, request: Request) -> object:
+        if request.prompt_hash is None:
+            request.prompt_hash = hash(tuple(request.keys(0, request.num_prompt_tokens)))
+        return request.adapter, self._memory.scope(request), request.prompt_hash
+
+
+def _has_same_prompt(one: Request, other: Request) -> bool:
+    count = one.num_prompt_tokens
+    return count == other.num_prompt_tokens and one.keys(0, count) == other.keys(0, count)

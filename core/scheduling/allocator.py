@@ -15,7 +15,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.pages.eviction import RestoreCosts
 from ..config import EngineConfig
 from ..requests.request import Request
-from .output_lengths import Growth, OutputLengths
+from .page_growth import Growth
 from .queues import Running, WaitingQueue
 from .request_memory import RequestMemory
 from .service import Service, max_min_level
@@ -66,7 +66,6 @@ class Allocator:
         running: Running,
         waiting: WaitingQueue,
         memory: RequestMemory,
-        lengths: OutputLengths,
         costs: RestoreCosts,
     ) -> None:
         """running, waiting: the queues; the scheduler changes them."""
@@ -79,7 +78,6 @@ class Allocator:
         self._running = running
         self._waiting = waiting
         self._memory = memory
-        self._lengths = lengths
         self._costs = costs
         self._ran: dict[Adapter, float] = {}  # when each one's last step ended, the latest last
         self._last: dict[Adapter, float] = {}  # adapters of the last step, and since when each has been in every step
@@ -325,7 +323,7 @@ class Allocator:
     def growth(self) -> Growth:
         """Pages that the running requests are expected to grow by."""
         if self._growth is None:
-            self._growth = Growth(self._lengths, self._memory.layout, self._running)
+            self._growth = Growth(self._service.lengths, self._memory.layout, self._running)
         return self._growth
 
     def take_pages(self, request: Request) -> None:

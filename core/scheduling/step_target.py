@@ -176,10 +176,6 @@ class StepTarget:
             self.note(before, now - began)
         self.settle(before, now - began)
 
-    def pause(self) -> None:
-        """Note that no step follows the last one at once."""
-        self.has_plain_last, self.last = False, None
-
     def settle(self, prompts: StepPrompts, seconds: float) -> None:
         """Add what a step took beyond the target to the debts of its tenants, by their tokens, or pay off some."""
         if not self.decode_seconds:

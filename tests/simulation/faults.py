@@ -19,9 +19,10 @@ from chorus.core import engine, kv_identity
 from chorus.core.merging.merging import Merging
 from chorus.core.requests.record import from_record
 from chorus.core.requests.types import StepPlan
+from chorus.core.scheduling.lifecycle import Lifecycle
+from chorus.core.scheduling.queue_order import Turns
 from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
-from chorus.core.scheduling.service import Turns
 from chorus.core.scheduling.step_builder import StepBuilder
 from chorus.core.served_adapters import ServedAdapters
 from chorus.core.speculation.grammar_drafts import GrammarDrafts
@@ -410,14 +411,14 @@ def turns_forgotten(patch):
 
 def rejected_drafts_computed(patch):
     """The KV of rejected drafts counts as that of the tokens that were sampled instead."""
-    advance = vars(Scheduler)["_advance"]
+    advance = Lifecycle.advance
 
     def over(self, request, sequence, result, info, count, **was_draft):
         if sequence.drafts and len(sequence.tokens) - sequence.drafts == count and not result.after_drafts:
             count = min(len(sequence.tokens), count + 1)
         return advance(self, request, sequence, result, info, count, **was_draft)
 
-    patch.setattr(Scheduler, "_advance", over)
+    patch.setattr(Lifecycle, "advance", over)
 
 
 def drafts_without_pages(patch):

@@ -178,7 +178,7 @@ def test_adapters_that_preempt_each_other_do_not_keep_a_third_from_its_turn():
     waiting = Waiting()
     running = SimpleNamespace(by_adapter=lambda: {holder: [], third: []})
     limits = SimpleNamespace(max_num_seqs=8, max_adapters_per_step=1, max_overtake_seconds=0.0, weights={})
-    turns = Allocator(limits, SimpleNamespace(order=list), running, waiting, None, None, None)
+    turns = Allocator(limits, SimpleNamespace(order=list), running, waiting, None, None)
     for now, each in enumerate((*pair, third, holder), start=1):
         turns.note_step([each], float(now))
     for step in range(8):

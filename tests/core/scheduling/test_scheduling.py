@@ -24,10 +24,9 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.admission import DOUBT_SECONDS
 from chorus.core.scheduling.allocator import Allocator
-from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running, WaitingQueue
-from chorus.core.scheduling.service import TokenCounters, max_min_level
+from chorus.core.scheduling.service import OutputLengths, TokenCounters, max_min_level
 from chorus.core.scheduling.step_builder import SlotSource, StepBuilder
 from chorus.memory.adapters.adapter import Tier
 from chorus.perf.inline_reads import InlineReads
@@ -656,7 +655,7 @@ def test_a_donor_of_pages_begins_before_the_recipient_only_if_overdue_for_a_turn
     if runs:
         running.append(Request("0", [1], RequestParams(), fairness_key="donor"))
     limits = EngineConfig(model=Path("fake"))
-    allocator = Allocator(limits, None, running, WaitingQueue(), None, None, None)
+    allocator = Allocator(limits, None, running, WaitingQueue(), None, None)
     builder = StepBuilder(
         limits=limits,
         lifecycle=SimpleNamespace(service=None),

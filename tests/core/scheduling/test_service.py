@@ -379,7 +379,7 @@ def taken(slots, requests):
 
 
 def allocator_of(limits, service, running):
-    return Allocator(limits, service, running, WaitingQueue(), None, None, None)
+    return Allocator(limits, service, running, WaitingQueue(), None, None)
 
 
 def builder_of(service):

@@ -228,7 +228,7 @@ def test_what_is_not_known_bounds_nothing():
 def test_time_without_steps_is_no_step():
     target = StepTarget(None)
     target.begin(plan(1), 0.0)
-    target.pause()
+    target.has_plain_last, target.last = False, None  # as by `Scheduler.note_pause`
     target.begin(plan(1), 100.0)
     assert not target.decode_seconds
     target.begin(plan(1), 102.0)

@@ -1,85 +1,20 @@
-"""Expected lengths of answers, and the pages that admission reserves for them.
+"""Pages that running requests are expected to need, which admission reserves for them.
 
 Tests: tests/core/scheduling/test_scheduling.py.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ...memory.pages.layout import PageLayout
 from ..requests.request import Request
+from .service import OutputLengths
 
 if TYPE_CHECKING:
     import numpy as np
-
-_FIRST_GUESS = 256
-_NUM_REMEMBERED = 128
-_ENDLESS = 1 << 40
-
-
-class OutputLengths:
-    """Lengths of the latest answers, from which the length of a running one is estimated.
-
-    Mean residual life: expected remaining length, given that the answer has reached this length. Truncated answers are
-    censored: their tokens count, their ends do not. If all were truncated, the request's limit is expected.
-
-    A limit alone says little: most answers end long before the limit that their clients set.
-    """
-
-    def __init__(self) -> None:
-        self._latest: deque[tuple[int, int]] = deque(maxlen=_NUM_REMEMBERED)  # lengths, and 1 if it ended of itself
-        self._sorted: list[int] = []
-        self._sums: list[int] = []  # of the sorted lengths from each on
-        self._ends: list[int] = []  # number of these that were not truncated
-        self._is_new = False
-
-    def __len__(self) -> int:
-        """Number of remembered answers."""
-        return len(self._latest)
-
-    @property
-    def mean(self) -> float:
-        """Mean length of the latest answers, truncated ones included; there must be one."""
-        return sum([length for length, _ in self._latest]) / len(self._latest)
-
-    def end(self, num_tokens: int, was_cut: bool) -> None:
-        """Record the length of an ended answer. was_cut: truncated at its limit."""
-        self._latest.append((num_tokens, int(not was_cut)))
-        self._is_new = True
-
-    def final_length(self, request: Request) -> int:
-        """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
-        return self.final_lengths([request])[0]
-
-    def final_lengths(self, requests: Sequence[Request]) -> list[int]:
-        """Return `final_length` of each request."""
-        drawn = [len(request.token_ids) - request.num_prompt_tokens for request in requests]
-        lengths = {each: self._answer_length(each) + 1 for each in set(drawn)}
-        return [
-            end if (end := each.num_prompt_tokens + lengths[count]) < each.max_length else each.max_length
-            for each, count in zip(requests, drawn, strict=True)
-        ]
-
-    def _answer_length(self, drawn: int) -> int:
-        """Return the expected length of an answer that has `drawn` tokens; a quarter more if no answer got so far."""
-        if self._is_new:
-            self._is_new = False
-            latest = sorted(self._latest)
-            self._sorted = [length for length, _ in latest]
-            self._sums = list(accumulate(reversed(self._sorted)))[::-1]
-            self._ends = list(accumulate([ended for _, ended in reversed(latest)]))[::-1]
-        index = bisect_right(self._sorted, drawn)
-        count = len(self._sorted) - index
-        if not count:
-            return max(drawn + drawn // 4, 0 if any(self._ends[:1]) else _FIRST_GUESS)
-        if not self._ends[index]:
-            return _ENDLESS
-        return drawn + (self._sums[index] - count * drawn) // self._ends[index]
 
 
 class Growth:
