@@ -13,8 +13,8 @@ from contextlib import suppress
 from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
 from ..requests.types import CannotMerge, ScheduledSequence, StepPlan
-from ..scheduling.page_growth import Growth
 from ..scheduling.scheduler import Scheduler
+from ..scheduling.service import Growth
 from .dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
 from .fastest_mode import FastestMode
 from .learned_prices import LearnedPrices

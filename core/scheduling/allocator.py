@@ -15,10 +15,9 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.pages.eviction import RestoreCosts
 from ..config import EngineConfig
 from ..requests.request import Request
-from .page_growth import Growth
 from .queues import Running, WaitingQueue
 from .request_memory import RequestMemory
-from .service import Service, max_min_level
+from .service import Growth, Service, max_min_level
 
 LONGEST_ROUND = 1.0
 """Seconds at most in which all adapters that are overdue at once have a turn of equal length. Chosen."""
@@ -221,10 +220,14 @@ class Allocator:
                 arrivals[adapter] = min(request.arrival_time, arrivals.get(adapter, math.inf))
         if self.max_adapters is None or len(arrivals) <= self.max_adapters:
             return requests
-        since = {adapter: self._since(adapter, arrival) for adapter, arrival in arrivals.items()}
+        chosen = self._with_index(requests, {each: self._since(each, then) for each, then in arrivals.items()}, now)
+        return [request for request in requests if request.adapter is None or request.adapter in chosen]
+
+    def _with_index(self, requests: Sequence[Request], since: Mapping[Adapter, float], now: float) -> set[Adapter]:
+        """Return as many adapters of `requests` as a step may have. since: when each had a step last."""
         chosen = {adapter for adapter in since if adapter in self._last}
         others = sorted(since.keys() - chosen, key=lambda each: (since[each], each.name, each.version))
-        num_free = max(0, self.max_adapters - len(chosen))
+        num_free = max(0, (self.max_adapters or 0) - len(chosen))
         recipients: list[Adapter | None] = [each for each in others[num_free:] if since[each] < now - self._patience]
         if recipients and (donors := self._may_give_index(requests, now)):
             self._leave_one(recipients, since, now)
@@ -232,8 +235,7 @@ class Allocator:
                 if recipient is not None:
                     chosen.remove(donor)
                     chosen.add(recipient)
-        chosen.update(others[:num_free])
-        return [request for request in requests if request.adapter is None or request.adapter in chosen]
+        return chosen.union(others[:num_free])
 
     def _leave_one(self, recipients: list[Adapter | None], since: Mapping[Adapter, float], now: float) -> None:
         """Put None among the recipients of indices, longest wait first, at the rank of an overdue waiting request.

@@ -17,7 +17,7 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..requests.pooling import to_bytes
 from ..requests.request import Request, RequestState
-from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepResult
+from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, StepInfo, StepResult, TokenLogprobs
 from .overload import check_bounds
 from .queues import Running, WaitingQueue
 from .request_memory import RequestMemory
@@ -159,60 +159,38 @@ class Lifecycle:
 
     # -- a step's result
 
-    def note_extras(self, request: Request, result: StepResult, info: StepInfo) -> RequestOutput | None:
-        """Apply a request's error, prompt logprobs and pooled states; return its output if it has failed."""
+    def note_extras(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
+        """Apply a request's error, prompt logprobs and pooled states; False if its sequence produced nothing."""
+        if request.id in result.unready:
+            return False
         if error := result.errors.get(request.id):
             self.finish(request, FinishReason.ERROR)
             overflows = error == NOT_FINITE and request.adapter is not None
-            return self._failed(request, error, LoadFailure.OVERFLOWS if overflows else None, info)
+            outputs.append(self._failed(request, error, LoadFailure.OVERFLOWS if overflows else None, info))
+            return False
         request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
         if (pooled := result.pooled.get(request.id)) is not None:
             request.pooled = pooled.plus(request.pooled)
-        return None
+        return True
 
-    def advance(
+    def report(
         self,
         request: Request,
-        sequence: ScheduledSequence,
-        result: StepResult,
+        token: int,
         info: StepInfo,
-        count: int,
+        reason: FinishReason | None,
+        logprobs: TokenLogprobs | None,
         *,
-        was_draft: bool = False,
-    ) -> RequestOutput | None:
-        """Apply `count` computed tokens to a request: append the sampled token, end the request if done, return its
-        output. was_draft: it is one token, an accepted draft.
-        """
-        computed = request.num_computed_tokens = request.num_computed_tokens + count
-        if request.caching and computed >= (request.num_known_blocks + 1) * self.memory.block_tokens:
-            self.memory.remember(request)
-        if computed >= request.leaves_at or sequence.states is not None:
-            self.memory.move_on(request, was_draft=was_draft)
-        if not sequence.samples:
-            return self._pool(request, info)
-        token = result.tokens[sequence.request_id]
-        request.token_ids.append(token)
-        if (reused := request.sequence) is not None:  # for the next step
-            reused.tokens, reused.start = [token], computed
-            if reused.states is not None:
-                reused.state_step = reused.states.steps
-        reason = stop_token = None
-        if token in request.end_ids:
-            reason, stop_token = FinishReason.STOP, token
-        elif computed + 1 >= request.max_length:
-            reason = FinishReason.LENGTH
-        logprobs = result.logprobs.get(sequence.request_id) if result.logprobs else None
-        is_first = computed == request.num_prompt_tokens
-        fills = not computed % self.memory.block_tokens
-        if reason is None and logprobs is None and not is_first and not fills:  # nearly every token
-            return RequestOutput(sequence.request_id, (token,), step=info)
+        is_first: bool,
+    ) -> RequestOutput:
+        """End a request that is done (`reason`), and return the output of its sampled token."""
         if reason is not None:
             self.finish(request, reason)
         return RequestOutput(
             request_id=request.id,
             token_ids=(token,),
             finish_reason=reason,
-            stop_token_id=stop_token,
+            stop_token_id=token if reason is FinishReason.STOP else None,
             step=info,
             logprobs=(logprobs,) if logprobs else (),
             num_preemptions=request.num_preemptions,
@@ -220,7 +198,7 @@ class Lifecycle:
             **(_reported_once(request) if is_first else {}),
         )
 
-    def _pool(self, request: Request, info: StepInfo) -> RequestOutput | None:
+    def pool(self, request: Request, info: StepInfo) -> RequestOutput | None:
         """End a pooling request once its prompt is computed, and return its output; None for other requests."""
         if request.pooled is None or request.num_computed_tokens < request.num_prompt_tokens:
             return None

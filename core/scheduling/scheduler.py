@@ -28,7 +28,6 @@ from ..requests.types import FinishReason, RequestOutput, ScheduledSequence, Ste
 from ..speculation.speculation import Speculation
 from .admission import Admission, is_loading
 from .allocator import Allocator, is_eligible
-from .grammar_budget import GrammarBudget
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .queues import (
@@ -43,8 +42,8 @@ from .queues import (
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_builder import StepBuilder
-from .step_shares import StepShares
 from .step_target import NO_PROMPTS, PromptWork, StepPrompts, StepTarget
+from .step_time import ChoiceBudget, GrammarBudget
 
 
 class Scheduler:
@@ -100,7 +99,7 @@ class Scheduler:
             clock=clock,
         )
         self._clock = clock
-        self._shares = StepShares(limits.max_num_seqs, clock)
+        self._choices = ChoiceBudget(limits.max_num_seqs, clock)
         target = limits.target_step_ms if limits.chunked_prefill else 0.0
         self.target = StepTarget(None if target == "auto" else target / 1e3) if target else None
         """None: nothing bounds a step's prompts but `max_num_batched_tokens`."""
@@ -247,7 +246,7 @@ class Scheduler:
         if not (is_async and (builder.was_short or self._loading)):
             plan = self._plan(step_id, builder.counts, builder.all_decode)
         if plan is None:
-            self._shares.rollback()
+            self._choices.rollback()
         return plan
 
     def note_begin(self, plan: StepPlan, now: float) -> None:
@@ -312,7 +311,7 @@ class Scheduler:
             and plan.bucket is None
             and any(each.sequence is None and not each.choice_group for each in counts)
         ):
-            self._shares.ignore()
+            self._choices.ignore()
         return plan
 
     def _drafts(self, counts: dict[Request, int], *, all_decode: bool) -> dict[Request, list[int]]:
@@ -332,7 +331,7 @@ class Scheduler:
 
     def rollback(self) -> None:
         """Discard the plan of `plan_ahead`. It has advanced the sequences, hence the next plan makes new ones."""
-        self._shares.rollback()
+        self._choices.rollback()
         self.running.plan = None
         for request in self.running:
             request.sequence = None
@@ -354,13 +353,11 @@ class Scheduler:
             request = requests.get(sequence.request_id)
             if request is None or (is_async and request.sequence is not sequence and self._find(sequence) is None):
                 continue
-            if has_extras and request.id in result.unready:
+            if has_extras and not lifecycle.note_extras(request, result, info, outputs):
                 continue
-            if has_extras and (output := lifecycle.note_extras(request, result, info)) is not None:
-                outputs.append(output)
-            elif sequence.drafts:
+            if sequence.drafts:
                 outputs += self._advance_drafted(request, sequence, result, info)
-            elif (output := lifecycle.advance(request, sequence, result, info, len(sequence.tokens))) is not None:
+            elif (output := self._advance(request, sequence, result, info, len(sequence.tokens))) is not None:
                 outputs.append(output)
         self.num_generated_tokens += sum([len(output.token_ids) for output in outputs])
         if result.unready:
@@ -466,9 +463,9 @@ class Scheduler:
         running, eligible = self.running, self.eligible_adapters
         sharing: list[Request] = running
         if running.choice_groups:
-            sharing = self._shares.choose(running, self.waiting, is_async=is_async) or running
+            sharing = self._choices.choose(running, self.waiting, is_async=is_async) or running
         else:
-            self._shares.pending.clear()
+            self._choices.pending.clear()
         if eligible is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if is_eligible(each, eligible) and each not in ending]
         sharing = self._within_budgets(sharing)
@@ -558,7 +555,7 @@ class Scheduler:
         for each in (result, *result.after_drafts):
             if request.finished or sequence.request_id not in each.tokens:
                 break
-            output = self.lifecycle.advance(request, sequence, each, info, 1, was_draft=each is not result)
+            output = self._advance(request, sequence, each, info, 1, was_draft=each is not result)
             assert output is not None
             outputs.append(output)
         accepted = sum(output.token_ids[0] == draft for output, draft in zip(outputs, drafts, strict=False))
@@ -569,3 +566,41 @@ class Scheduler:
         outputs[:accepted] = [output._replace(was_draft=True) for output in outputs[:accepted]]
         outputs[-1] = outputs[-1]._replace(num_rejected_drafts=len(drafts) - accepted)
         return outputs
+
+    def _advance(
+        self,
+        request: Request,
+        sequence: ScheduledSequence,
+        result: StepResult,
+        info: StepInfo,
+        count: int,
+        *,
+        was_draft: bool = False,
+    ) -> RequestOutput | None:
+        """Apply `count` computed tokens to a request: append the sampled token, end the request if done, return its
+        output. was_draft: it is one token, an accepted draft.
+        """
+        computed = request.num_computed_tokens = request.num_computed_tokens + count
+        if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
+            self._memory.remember(request)
+        if computed >= request.leaves_at or sequence.states is not None:
+            self._memory.move_on(request, was_draft=was_draft)
+        if not sequence.samples:
+            return self.lifecycle.pool(request, info)
+        token = result.tokens[sequence.request_id]
+        request.token_ids.append(token)
+        if (reused := request.sequence) is not None:  # for the next step
+            reused.tokens, reused.start = [token], computed
+            if reused.states is not None:
+                reused.state_step = reused.states.steps
+        reason = None
+        if token in request.end_ids:
+            reason = FinishReason.STOP
+        elif computed + 1 >= request.max_length:
+            reason = FinishReason.LENGTH
+        logprobs = result.logprobs.get(sequence.request_id) if result.logprobs else None
+        is_first = computed == request.num_prompt_tokens
+        fills = not computed % self._memory.block_tokens
+        if reason is None and logprobs is None and not is_first and not fills:  # nearly every token
+            return RequestOutput(sequence.request_id, (token,), step=info)
+        return self.lifecycle.report(request, token, info, reason, logprobs, is_first=is_first)

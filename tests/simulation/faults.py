@@ -19,7 +19,6 @@ from chorus.core import engine, kv_identity
 from chorus.core.merging.merging import Merging
 from chorus.core.requests.record import from_record
 from chorus.core.requests.types import StepPlan
-from chorus.core.scheduling.lifecycle import Lifecycle
 from chorus.core.scheduling.queue_order import Turns
 from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
@@ -411,14 +410,14 @@ def turns_forgotten(patch):
 
 def rejected_drafts_computed(patch):
     """The KV of rejected drafts counts as that of the tokens that were sampled instead."""
-    advance = Lifecycle.advance
+    advance = vars(Scheduler)["_advance"]
 
     def over(self, request, sequence, result, info, count, **was_draft):
         if sequence.drafts and len(sequence.tokens) - sequence.drafts == count and not result.after_drafts:
             count = min(len(sequence.tokens), count + 1)
         return advance(self, request, sequence, result, info, count, **was_draft)
 
-    patch.setattr(Lifecycle, "advance", over)
+    patch.setattr(Scheduler, "_advance", over)
 
 
 def drafts_without_pages(patch):
