@@ -13,8 +13,8 @@ from contextlib import suppress
 from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
 from ..requests.types import CannotMerge, ScheduledSequence, StepPlan
-from ..scheduling.output_lengths import Growth
 from ..scheduling.scheduler import Scheduler
+from ..scheduling.service import Growth
 from .dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
 from .fastest_mode import FastestMode
 from .learned_prices import LearnedPrices
@@ -212,7 +212,7 @@ def _count_beginning(scheduler: Scheduler) -> int:
     if not scheduler.waiting or not running:
         return len(scheduler.waiting)
     memory = lifecycle.memory
-    growth = Growth(lifecycle.lengths, memory.layout, running).total
+    growth = Growth(lifecycle.service.lengths, memory.layout, running).total
     pages = sum([memory.layout.pages_for_tokens(request.room) for request in running]) + growth
     return max(0, memory.num_available_pages - growth) * len(running) // max(1, pages)
 

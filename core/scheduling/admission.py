@@ -6,7 +6,7 @@ Tests: tests/core/scheduling/test_scheduling.py, tests/core/scheduling/test_queu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
 
@@ -16,13 +16,12 @@ from ...memory.files.error import LoadFailure
 from ...memory.pages.block import Block
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
+from .allocator import Allocator
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadPolicy
 from .queue_order import QueueOrder
 from .queues import AdapterQueue, WaitingQueue
 from .request_memory import RequestMemory
-from .shared_prefills import SharedPrefills
-from .shares import PageShares, have_donor
 from .step_builder import SlotSource, StepBuilder
 
 DOUBT_SECONDS = 10.0
@@ -50,6 +49,7 @@ class Admission:
     memory: RequestMemory
     loads: LoadPolicy
     lifecycle: Lifecycle
+    allocator: Allocator
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
@@ -60,7 +60,6 @@ class Admission:
         self.late: set[Adapter] = set()
         """Adapters that missed their deadline: requests for them start only once they have been read."""
         self._doubt_until = 0.0
-        self._pages = PageShares(self.limits, self.waiting, self.memory, self.loads.costs)
 
     def read_order(self) -> Iterator[Request]:
         """Yield the waiting requests in the order in which their adapters are to be read.
@@ -118,14 +117,14 @@ class Admission:
         While a mode policy excludes requests, or adapters have no index, up to `max_num_seqs` other requests may run;
         the excluded ones keep their pages.
         """
-        most, running, waiting = self._max_num_seqs, builder.running, self.waiting
-        if len(running) - builder.indices.count_left_out(builder.eligible_adapters) < most:
+        most, running, waiting, allocator = self._max_num_seqs, builder.running, self.waiting, self.allocator
+        if len(running) - allocator.count_left_out() < most:
             return SlotSource.FREE
         if builder.eligible_adapters is not None and builder.num_sequences < most:
             return SlotSource.FREE
-        if builder.indices.has_donor_for_any(waiting, builder.overdue_before):
+        if allocator.any_may_take_index(waiting):
             return SlotSource.ADAPTER
-        if builder.slots.has_donor_for_any(waiting.tenants.keys()):
+        if allocator.any_may_take_slot(waiting.tenants.keys()):
             return SlotSource.TENANT
         if builder.num_sequences < most and running.num_groups < most and waiting.has_first_choices():
             return SlotSource.CHOICE
@@ -153,7 +152,7 @@ class Admission:
             return False
         if adapter is None or (adapter.pages and adapter.transfer is None):
             return True
-        return self.loads.may_start(adapter, min(request.num_tokens, builder.tokens.left))
+        return self.loads.may_start(adapter, min(request.num_tokens, builder.left))
 
     def fits(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
@@ -164,7 +163,7 @@ class Admission:
             return False
         if not builder.running:
             return True
-        fits, growth = self.memory.fits, builder.pages.growth
+        fits, growth = self.memory.fits, self.allocator.growth
         return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
     # -- candidates
@@ -174,10 +173,8 @@ class Admission:
 
         The caller begins each of them, or passes it over.
         """
-        if builder.tokens.left <= 0 or (slot_source := self.find_slot(builder)) is None:
+        if builder.left <= 0 or (slot_source := self.find_slot(builder)) is None:
             return
-        if self._pages.recipient in self.waiting:
-            builder.pages.donors = self._pages.donors(builder.now)
         self.open_queue(builder, slot_source)
         while (request := self._next(builder)) is not None:
             if self._prefills.wait_for_read(request):
@@ -186,18 +183,18 @@ class Admission:
             blocks = self.memory.match(request)
             kept = self.memory.kept_tokens(request, blocks)
             count = self.memory.limit_chunk(request, kept, request.num_tokens - kept)
-            if count > builder.tokens.left and not self.limits.chunked_prefill:
+            if count > builder.left and not self.limits.chunked_prefill:
                 return
             if self._prefills.hold_back(request, kept) or self._prefills.wait_for_fetch(request, blocks):
                 builder.order.advance()
-            elif (fitting := builder.tokens.whole(request, kept, builder.tokens.most(request, count))) > 0:
+            elif (fitting := builder.whole(request, kept, builder.most(request, count))) > 0:
                 yield request, blocks, fitting
             else:
                 return
 
     def _next(self, builder: StepBuilder) -> Request | None:
         """Return the next request with a slot, tokens, its adapter and a share of the pages; None if there is none."""
-        while builder.tokens.left > 0 and builder.pages.num_short <= MOST_SHORT:
+        while builder.left > 0 and self.allocator.num_short <= MOST_SHORT:
             request = builder.order.next()
             if request is None:
                 if not self._try_next_source(builder):
@@ -220,7 +217,7 @@ class Admission:
         """Try another source once no request is left that could take an adapter's index; False if there is none."""
         if builder.slot_source is not SlotSource.ADAPTER:
             return False
-        builder.indices.close()
+        self.allocator.keep_indices()
         slot_source = self.find_slot(builder)
         if slot_source is not None:
             self.open_queue(builder, slot_source)
@@ -231,13 +228,13 @@ class Admission:
 
         head: a tenant's first request that waits for it. An overdue head may get the index of another adapter.
         """
-        eligible, indices = builder.eligible_adapters, builder.indices
+        eligible, allocator = builder.eligible_adapters, self.allocator
         if eligible is not None and adapter not in eligible:
             return False
-        if adapter is not None and indices.lacks_index(adapter):
+        if adapter is not None and allocator.lacks_index(adapter):
             if head is None:
-                return indices.has_donor
-            return is_read(self.store, adapter) and indices.has_donor_for(adapter, head)
+                return bool(allocator.index_donors)
+            return is_read(self.store, adapter) and allocator.may_take_index(adapter, head)
         if adapter is None or builder.slot_source is SlotSource.ADAPTER:
             return builder.slot_source is not SlotSource.ADAPTER
         is_doubted = adapter in self.late or (not adapter.pages and builder.now < self._doubt_until)
@@ -250,54 +247,31 @@ class Admission:
 
         A tenant that is overdue for a turn may exceed its share.
         """
-        if not builder.pages.num_short or builder.is_overdue(request.fairness_key):
+        tenant, allocator = request.fairness_key, self.allocator
+        if not allocator.num_short or builder.is_overdue(tenant) or allocator.is_within_share(request):
             return True
-        if self._pages.is_within_share(request, builder.running, builder.pages.growth):
-            return True
-        builder.pages.bar(request.fairness_key)
+        allocator.bar(tenant)
         return False
 
     def _find_room(self, request: Request, builder: StepBuilder) -> bool:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self.store.give_up_loads():
             return True
-        tenant = request.fairness_key
-        if builder.is_async and (builder.slots.has_donor_for(tenant) or self._beyond_shares(request, builder)):
-            builder.tokens.was_short = True
+        tenant, allocator = request.fairness_key, self.allocator
+        if builder.is_async and (allocator.may_take_slot(tenant) or allocator.beyond_shares(request)):
+            builder.was_short = True
             return False
-        if victims := self._find_victims(request, builder):
+        if victims := allocator.find_victims(request, is_overdue=builder.is_overdue(tenant)):
             for victim in victims:
                 builder.preempt(victim)
             return not self.memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if builder.running or self.store.loads.under_way:
-            builder.pages.bar(tenant)
+            allocator.bar(tenant)
             return not builder.is_overdue(tenant)
         message = "the page pool has too few pages left beside pinned adapters; unpin some"
         self.lifecycle.end(request, message, LoadFailure.NO_ROOM)
         builder.order.advance()
         return True
-
-    def _find_victims(self, request: Request, builder: StepBuilder) -> list[Request]:
-        """Return the requests to preempt for one that lacks pages.
-
-        First a descheduled request, for any tenant that may get a slot of another; then running ones, for a tenant
-        below its share of the pages; then one, for an overdue tenant with no running request.
-        """
-        tenant, pages = request.fairness_key, builder.pages
-        has_donor = builder.slots.has_donor_for(tenant)
-        if has_donor and (descheduled := pages.last_descheduled(tenant)) is not None:
-            return [descheduled]
-        if victims := self._beyond_shares(request, builder):
-            self._pages.record_victims(request, victims, builder.now)
-            return victims
-        return [victim] if has_donor and builder.is_overdue(tenant) and (victim := pages.last()) is not None else []
-
-    def _beyond_shares(self, request: Request, builder: StepBuilder) -> list[Request]:
-        """Return the requests to preempt for one that lacks pages within its tenant's share."""
-        if not have_donor(builder.running, request.fairness_key):
-            return []
-        pages = builder.pages
-        return self._pages.find_victims(request, builder.running, pages.growth, builder.now, pages.from_end)
 
     # -- start
 
@@ -318,12 +292,10 @@ class Admission:
             return
         self.waiting.remove(request)
         builder.order.advance()
-        if request is self._pages.recipient:
-            self._pages.recipient = None
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = request.num_known_blocks * self.memory.block_tokens
         self._prefills.begin(request)
-        length = self.lifecycle.lengths.final_length(request)
+        length = self.lifecycle.service.lengths.final_length(request)
         builder.admit(request, 0 if request.restoring is not None else count, length)
 
 
@@ -335,3 +307,81 @@ def is_loading(request: Request) -> bool:
 def is_read(store: AdapterStore, adapter: Adapter) -> bool:
     """True if nothing of an adapter is still to be read from disk."""
     return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
+
+
+@dataclass(eq=False)
+class SharedPrefills:
+    """Holds back waiting requests while a running one, their leader, computes the same prompt.
+
+    They wait no longer than its prefill takes: anything that delays it, such as a full step, would delay them too. When
+    the leader ends, is aborted or is preempted, they are candidates again, and the first of them becomes the leader.
+    """
+
+    _memory: RequestMemory
+    _waiting: WaitingQueue
+    leaders: dict[object, Request] = field(default_factory=dict)
+    """By what tells their prompts apart: those that compute one, and those that did until `release_followers`."""
+    _followers: dict[Request, list[Request]] = field(default_factory=dict)
+    _fetched: dict[Request, list[Request]] = field(default_factory=dict)
+    _reading: list[Request] = field(default_factory=list)
+
+    def hold_back(self, request: Request, num_tokens: int) -> bool:
+        """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
+        if not self.leaders or self._memory.shareable(request) <= num_tokens or request.needs_prompt_states:
+            return False
+        leader = self.leaders.get(self._key(request))
+        if leader is None or not self._leads(leader) or not _has_same_prompt(leader, request):
+            return False
+        self._waiting.hold_back(request)
+        self._followers.setdefault(leader, []).append(request)
+        return True
+
+    def wait_for_read(self, request: Request) -> bool:
+        """Hold a request back while its prompt's blocks are being read from files, if that is worth it."""
+        if request.reading is None or not self._memory.is_read_ahead(request):
+            return False
+        self._waiting.hold_back(request)
+        self._reading.append(request)
+        return True
+
+    def wait_for_fetch(self, request: Request, blocks: list[Block]) -> bool:
+        """Hold a request back if another one is copying the blocks that it begins with from host memory."""
+        other = self._memory.fetched_by(blocks)
+        if other is None:
+            return False
+        self._waiting.hold_back(request)
+        self._fetched.setdefault(other, []).append(request)
+        return True
+
+    def begin(self, request: Request) -> None:
+        """Make an admitted request the leader of its prompt, if there is none."""
+        if request.caching and self._leads(request):
+            self.leaders.setdefault(self._key(request), request)
+
+    def release_followers(self) -> None:
+        """Release a leader's followers once it has computed the prompt, or copied it, or never will."""
+        for request in [each for each in self._reading if not self._memory.is_read_ahead(each)]:
+            self._reading.remove(request)
+            self._waiting.release(request)
+        for fetching in [each for each in self._fetched if each.fetch is None]:
+            for request in reversed(self._fetched.pop(fetching)):
+                self._waiting.release(request)
+        for key, leader in list(self.leaders.items()):
+            if not self._leads(leader):
+                del self.leaders[key]
+                for request in reversed(self._followers.pop(leader, ())):
+                    self._waiting.release(request)
+
+    def _leads(self, leader: Request) -> bool:
+        known = leader.num_known_blocks * self._memory.block_tokens
+        return leader.is_running and leader.caching and known < self._memory.shareable(leader)
+
+    def _key(self, request: Request) -> object:
+        if request.prompt_hash is None:
+            request.prompt_hash = hash(tuple(request.keys(0, request.num_prompt_tokens)))
+        return request.adapter, self._memory.scope(request), request.prompt_hash
+
+
+def _has_same_prompt(one: Request, other: Request) -> bool:
+    count = one.num_prompt_tokens
+    return count == other.num_prompt_tokens and one.keys(0, count) == other.keys(0, count)

@@ -51,13 +51,6 @@ class PrefixCopies:
     seconds: float = 0.0
     """Time of the copies."""
 
-    def are_needed(self, blocks: list[Block]) -> bool:
-        """True if a request that begins with these blocks, at least one, needs images."""
-        if self.host is None:
-            return False
-        state = blocks[-1].checkpoint
-        return bool(self.prefix.absent(blocks)) or (state is not None and not state.pages)
-
     def are_worth_it(self, blocks: list[Block], resident: list[Block]) -> bool:
         """True if copying what is in host memory is measured to take less time than computing the tokens again."""
         copied = len(self.prefix.absent(blocks)) + (self.layout.state_pages if blocks[-1].checkpoint else 0)
@@ -69,10 +62,9 @@ class PrefixCopies:
         self.num_recomputed_tokens += num_tokens
         self.costs.doubt("host_prefix_page")
 
-    def plan(self, blocks: list[Block]) -> Fetch | None:
-        """Hold the images that a request needs of its blocks until `end`; None if it needs none."""
-        if self.host is None or not self.are_needed(blocks):
-            return None
+    def plan(self, blocks: list[Block]) -> Fetch:
+        """Hold the images that a request needs of its blocks until `end`."""
+        assert self.host is not None
         self.host.hold(blocks)
         return Fetch(blocks, self.prefix.absent(blocks), self.clock())
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
+from ..config import EngineConfig
 from ..requests.request import Request
 from .queues import AdapterQueue, WaitingQueue
-from .service import SomeTurns, Turns
 
 OVERDUE, RESIDENT, LOADING = range(3)
 
@@ -21,6 +25,177 @@ SHARE = 4
 
 Entry = tuple[int, int, int, AdapterQueue]
 """Class of the first request, its queue position, class of the adapter, the queue of this adapter."""
+
+
+TurnKey = tuple[bool, float, float]
+"""Sort key of a waiting tenant: False if it is overdue for its turn, its standing (0 if it is overdue), and the number
+of its last turn or of its arrival.
+"""
+
+
+class SortedTenants:
+    """Tenants sorted by a key, and how many of the first have been skipped.
+
+    A change is a binary search and a move in memory, some microseconds for ten thousand tenants.
+    """
+
+    def __init__(self, keys: Mapping[str, tuple[float, ...]] = MappingProxyType({})) -> None:
+        self.keys = dict(keys)
+        self._sorted = sorted((key, tenant) for tenant, key in keys.items())
+        self._num_skipped = 0
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def put(self, tenant: str, key: tuple[float, ...]) -> None:
+        """Enter a tenant, or move it."""
+        self.drop(tenant)
+        self.keys[tenant] = key
+        index = bisect_left(self._sorted, (key, tenant))
+        self._sorted.insert(index, (key, tenant))
+        self._num_skipped += index < self._num_skipped
+
+    def drop(self, tenant: str) -> None:
+        """Remove a tenant, if it is there."""
+        key = self.keys.pop(tenant, None)
+        if key is not None:
+            index = bisect_left(self._sorted, (key, tenant))
+            del self._sorted[index]
+            self._num_skipped -= index < self._num_skipped
+
+    def restart(self) -> None:
+        self._num_skipped = 0
+
+    def first(self) -> str | None:
+        return self._sorted[0][1] if self._sorted else None
+
+    def top(self) -> str | None:
+        """Return the first tenant that is not skipped; None if all are."""
+        return self._sorted[self._num_skipped][1] if self._num_skipped < len(self._sorted) else None
+
+    def skip(self) -> None:
+        """Skip the tenant that `top` returned."""
+        self._num_skipped += 1
+
+
+class Turns:
+    """Waiting tenants in order of their turns.
+
+    First come overdue tenants, longest wait first: they have waited for `max_turn_seconds` or `max_turn_steps` since
+    their last turn or, if later, since their queue was empty. Otherwise a small weight or a wrong length estimate could
+    keep a tenant waiting for long. The others follow by the policy's standing, lowest first, then by arrival.
+    """
+
+    def __init__(self, limits: EngineConfig, waiting: WaitingQueue, standing: Callable[[str], float]) -> None:
+        """standing: of a tenant with the policy (`QueuePolicy.standing`)."""
+        self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
+        self._waiting = waiting
+        self._standing = standing
+        self._since = SortedTenants()  # by number, time and step of the last turn
+        self._line = SortedTenants()  # by standing, and number of arrival; out of date until it comes to the top
+        self._count = itertools.count()
+        self._overdue_before = (-math.inf, -math.inf)
+        self.is_overdue = False
+        """True if the tenant that `top` returned last is overdue."""
+
+    def record_turn(self, tenant: str, now: float, step: int) -> None:
+        """Record that a tenant has a turn, or begins to wait for one."""
+        self._since.put(tenant, (next(self._count), now, step))
+        waiting = self._waiting.tenants
+        for line in (self._since, self._line):
+            if len(line) > 2 * len(waiting) + 64:  # tenants that wait no more
+                for each in line.keys.keys() - waiting.keys():
+                    line.drop(each)
+
+    def note(self, tenant: str) -> None:
+        """Update a tenant's turn after its standing with the policy may have changed."""
+        key = self._line.keys.get(tenant)
+        if key is not None and (standing := self._standing(tenant)) != key[0]:
+            self._line.put(tenant, (standing, key[1]))
+
+    def restart(self, now: float, step: int) -> None:
+        """Begin with the first tenant again. now, step: the current time in seconds, and step number."""
+        self._overdue_before = now - self._max_seconds, step - self._max_steps
+        self._since.restart()
+        self._line.restart()
+        self._take_new(now, step)
+
+    def least(self, now: float, step: int) -> float | None:
+        """Return the lowest standing of any waiting tenant; None if none waits."""
+        self._take_new(now, step)
+        tenant = self._settled(self._line.first)
+        return None if tenant is None else self._line.keys[tenant][0]
+
+    def top(self) -> str | None:
+        """Return the next tenant; None if all have been skipped."""
+        while (tenant := self._since.top()) is not None and self._is_overdue(tenant):
+            if tenant in self._waiting.tenants:
+                self.is_overdue = True
+                return tenant
+            self._since.drop(tenant)
+        self.is_overdue = False
+        return self._settled(self._line.top)
+
+    def pass_over(self) -> None:
+        """Skip the tenant that `top` returned, until `restart`."""
+        (self._since if self.is_overdue else self._line).skip()
+
+    def key_of(self, tenant: str) -> TurnKey:
+        """Return a waiting tenant's sort key in the order of turns."""
+        if tenant in self._since.keys and self._is_overdue(tenant):
+            return False, 0.0, self._since.keys[tenant][0]
+        key = self._line.keys.get(tenant)  # None if it returns to the queue in this very step
+        return True, self._standing(tenant), math.inf if key is None else key[1]
+
+    def _is_overdue(self, tenant: str) -> bool:
+        _, seconds, step = self._since.keys[tenant]
+        return seconds <= self._overdue_before[0] or step <= self._overdue_before[1]
+
+    def _settled(self, pick: Callable[[], str | None]) -> str | None:
+        """Return the picked tenant, once it waits and its standing is up to date."""
+        line = self._line
+        while (tenant := pick()) is not None:
+            if tenant not in self._waiting.tenants:
+                line.drop(tenant)
+            elif self._standing(tenant) > line.keys[tenant][0]:  # it has been charged since
+                self.note(tenant)
+            else:
+                break
+        return tenant
+
+    def _take_new(self, now: float, step: int) -> None:
+        """Enter the tenants that have begun to wait."""
+        for tenant in self._waiting.pop_new_tenants():
+            number = next(self._count)
+            if tenant not in self._since.keys:
+                self._since.put(tenant, (number, now, step))
+            self._line.put(tenant, (self._standing(tenant), number))
+
+
+class SomeTurns:
+    """Some of the waiting tenants, in the current order of turns; `turns` has all of them, restarted."""
+
+    def __init__(self, turns: Turns, waiting: WaitingQueue, tenants: Iterable[str]) -> None:
+        self._turns = turns
+        self._waiting = waiting
+        self._line = SortedTenants({tenant: turns.key_of(tenant) for tenant in tenants})
+        self.is_overdue = False
+
+    def top(self) -> str | None:
+        """Return the next tenant; None if all have been skipped."""
+        line = self._line
+        while (tenant := line.top()) is not None:
+            if tenant not in self._waiting.tenants:
+                line.drop(tenant)
+            elif (rank := self._turns.key_of(tenant)) != line.keys[tenant]:  # it was charged for its turn
+                line.put(tenant, rank)
+            else:
+                self.is_overdue = not rank[0]
+                break
+        return tenant
+
+    def pass_over(self) -> None:
+        self._line.skip()
 
 
 class QueueOrder:

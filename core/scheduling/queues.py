@@ -49,7 +49,7 @@ class Running(list[Request]):
         super().__init__()
         self._groups: RequestsByAdapter | None = None
         self.choice_groups: dict[str, dict[Request, None]] = {}
-        """Choices of requests with n > 1, by choice group; `StepShares` reorders both levels to give turns."""
+        """Choices of requests with n > 1, by choice group; `ChoiceBudget` reorders both levels to give turns."""
         self.single_requests: dict[Request, None] = {}
         """Requests without a choice group."""
         self.plan: StepPlan | None = None

@@ -85,7 +85,7 @@ class RequestMemory:
         if not self.use_prefix_cache or request.needs_prompt_states:
             return []
         blocks = self._matched(request)
-        if blocks and self.copies.are_needed(blocks):
+        if self._needs_copies(blocks):
             resident = self._resident(request, blocks)
             is_copied = request.kv_image is None and self.copies.are_worth_it(blocks, resident)
             request.num_passed_tokens = 0 if is_copied else (len(blocks) - len(resident)) * self.block_tokens
@@ -99,6 +99,13 @@ class RequestMemory:
         """Return the cached blocks that the request can go on from, in the page pool or not."""
         version, scope = _version(request.adapter), self.scope(request)
         return self.prefix.match(version, request.keys(), scope, request.lora_from, _cut_at(request))
+
+    def _needs_copies(self, blocks: list[Block]) -> bool:
+        """True if some pages of a request's cached prefix are only in host memory."""
+        if not blocks or self.host is None:
+            return False
+        state = blocks[-1].checkpoint
+        return bool(self.prefix.absent(blocks)) or (state is not None and not state.pages)
 
     def _resident(self, request: Request, blocks: list[Block]) -> list[Block]:
         """Return the most of a run's first blocks that the request can go on from without copying any."""
@@ -185,7 +192,7 @@ class RequestMemory:
         return True
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> None:
-        fetch = self.copies.plan(blocks) if blocks else None
+        fetch = self.copies.plan(blocks) if self._needs_copies(blocks) else None
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         image = request.kv_image
         if image is not None:

@@ -13,26 +13,21 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.disk.tier import DiskTier
-from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
 from ..requests.draft_length import most_logits
-from ..requests.pooling import to_bytes
 from ..requests.request import Request, RequestState
 from ..requests.request_params import InvalidRequest
-from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
+from ..requests.types import FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
 from ..speculation.speculation import Speculation
-from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
-from .grammar_budget import GrammarBudget
-from .index_lending import is_eligible
+from .allocator import Allocator, is_eligible
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .queues import (
@@ -47,8 +42,8 @@ from .queues import (
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_builder import StepBuilder
-from .step_shares import StepShares
 from .step_target import NO_PROMPTS, PromptWork, StepPrompts, StepTarget
+from .step_time import ChoiceBudget, GrammarBudget
 
 
 class Scheduler:
@@ -92,6 +87,7 @@ class Scheduler:
             clock=clock,
         )
         self._requests = self.lifecycle.requests
+        self._allocator = Allocator(limits, self._service, self.running, self.waiting, memory, loads.costs)
         self._admission = self.admission_type(
             limits=limits,
             waiting=self.waiting,
@@ -99,15 +95,15 @@ class Scheduler:
             memory=memory,
             loads=loads,
             lifecycle=self.lifecycle,
+            allocator=self._allocator,
             clock=clock,
         )
         self._clock = clock
-        self._shares = StepShares(limits.max_num_seqs, clock)
+        self._choices = ChoiceBudget(limits.max_num_seqs, clock)
         target = limits.target_step_ms if limits.chunked_prefill else 0.0
         self.target = StepTarget(None if target == "auto" else target / 1e3) if target else None
         """None: nothing bounds a step's prompts but `max_num_batched_tokens`."""
         self._plain: list[ScheduledSequence] = []  # of the last step without prompts
-        self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._speculation = speculation
         self._loading: list[Request] = []  # running while their adapter is still being loaded
@@ -123,8 +119,6 @@ class Scheduler:
         self.num_generated_tokens = 0
         self.num_proposed_tokens = self.num_accepted_tokens = 0
         """Numbers of verified and of accepted proposed tokens."""
-        self.num_pooled = 0
-        """Number of pooling requests that have returned their vector."""
 
     def has_work(self) -> bool:
         """True while a request is in progress, or while KV or an adapter is being copied, even for an ended request."""
@@ -157,7 +151,8 @@ class Scheduler:
         """Queue a validated request. One that has run on another engine goes first."""
         self.lifecycle.add(request)
         self._memory.read_ahead(request)
-        if request.adapter is not None and len(self.waiting) <= self._limits.lookahead:
+        adapter = request.adapter
+        if adapter is not None and not adapter.pages and len(self.waiting) <= self._limits.lookahead:
             self._load_ahead.read(self._admission.read_order())
 
     def abort(self, request_id: str) -> bool:
@@ -234,7 +229,7 @@ class Scheduler:
         builder = StepBuilder(
             limits=self._limits,
             lifecycle=self.lifecycle,
-            turns=self._turns,
+            allocator=self._allocator,
             running=self.running,
             candidates=candidates,
             now=now,
@@ -249,9 +244,9 @@ class Scheduler:
             self._admit_waiting(builder)
         plan = None
         if not (is_async and (builder.was_short or self._loading)):
-            plan = self._plan(step_id, builder.tokens.counts, builder.all_decode)
+            plan = self._plan(step_id, builder.counts, builder.all_decode)
         if plan is None:
-            self._shares.rollback()
+            self._choices.rollback()
         return plan
 
     def note_begin(self, plan: StepPlan, now: float) -> None:
@@ -284,7 +279,7 @@ class Scheduler:
     def note_pause(self) -> None:
         """Note that no step follows the last one at once."""
         if self.target is not None:
-            self.target.pause()
+            self.target.has_plain_last, self.target.last = False, None
 
     def _prompt_work(self, candidates: Sequence[Request], now: float, *, all_decode: bool) -> PromptWork | None:
         """Return what the prompts of a step of these running requests may take of its time; None: anything."""
@@ -297,7 +292,7 @@ class Scheduler:
 
     def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
         """Schedule running requests; a subclass may leave some out."""
-        builder.tokens.schedule_running(candidates, self.waiting.tenants)
+        builder.schedule_running(candidates, self.waiting.tenants)
 
     def _plan(self, step_id: int, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
@@ -316,7 +311,7 @@ class Scheduler:
             and plan.bucket is None
             and any(each.sequence is None and not each.choice_group for each in counts)
         ):
-            self._shares.ignore()
+            self._choices.ignore()
         return plan
 
     def _drafts(self, counts: dict[Request, int], *, all_decode: bool) -> dict[Request, list[int]]:
@@ -336,7 +331,7 @@ class Scheduler:
 
     def rollback(self) -> None:
         """Discard the plan of `plan_ahead`. It has advanced the sequences, hence the next plan makes new ones."""
-        self._shares.rollback()
+        self._choices.rollback()
         self.running.plan = None
         for request in self.running:
             request.sequence = None
@@ -349,25 +344,22 @@ class Scheduler:
         """
         info = self.last_step = StepInfo(plan.step_id, len(plan.sequences), len(plan.adapters), plan.num_tokens)
         self._count_steps(plan.num_tokens)
-        if self._turns.most is not None:
-            self._turns.note_step(self._adapters_of(plan), self._clock())
-        requests, outputs, num_generated, num_pooled = self._requests, [], 0, self.num_pooled
+        if self._allocator.max_adapters is not None:
+            self._allocator.note_step(self._adapters_of(plan), self._clock())
+        requests, lifecycle, outputs = self._requests, self.lifecycle, list[RequestOutput]()
         has_extras = result.unready or result.errors or result.prompt_logprobs or result.pooled
         is_async = plan.sources is not None
         for sequence in plan.sequences:
             request = requests.get(sequence.request_id)
             if request is None or (is_async and request.sequence is not sequence and self._find(sequence) is None):
                 continue
-            if has_extras and not self._apply_extras(request, result, info, outputs):
+            if has_extras and not lifecycle.note_extras(request, result, info, outputs):
                 continue
             if sequence.drafts:
-                new = self._advance_drafted(request, sequence, result, info)
-                outputs += new
-                num_generated += len(new)
+                outputs += self._advance_drafted(request, sequence, result, info)
             elif (output := self._advance(request, sequence, result, info, len(sequence.tokens))) is not None:
                 outputs.append(output)
-                num_generated += 1
-        self.num_generated_tokens += num_generated - (self.num_pooled - num_pooled)
+        self.num_generated_tokens += sum([len(output.token_ids) for output in outputs])
         if result.unready:
             self._send_back_late(result)
         self._note_end(result)
@@ -384,8 +376,7 @@ class Scheduler:
         if (self._admission.leaders or self.target is not None) and not self.has_work():
             if self._admission.leaders:
                 self._admission.release_held_back()  # nothing keeps an ended request, nor its images
-            if self.target is not None:
-                self.target.pause()
+            self.note_pause()
         if not (result.grammar_seconds or self.grammars.heavy):
             return
         spent = result.grammar_seconds.items()
@@ -472,9 +463,9 @@ class Scheduler:
         running, eligible = self.running, self.eligible_adapters
         sharing: list[Request] = running
         if running.choice_groups:
-            sharing = self._shares.choose(running, self.waiting, is_async=is_async) or running
+            sharing = self._choices.choose(running, self.waiting, is_async=is_async) or running
         else:
-            self._shares.pending.clear()
+            self._choices.pending.clear()
         if eligible is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if is_eligible(each, eligible) and each not in ending]
         sharing = self._within_budgets(sharing)
@@ -492,8 +483,8 @@ class Scheduler:
             requests = self.grammars.choose(requests) or requests
         if self.target is not None and self.target.debts:
             requests = self.target.without_held(requests)
-        if self._turns.most is not None:
-            requests = self._turns.share(requests, self._service.order, self._clock())
+        if self._allocator.max_adapters is not None:
+            requests = self._allocator.with_index(requests, self._clock())
         return requests
 
     def grow_decodes(self, ahead: int = 0) -> bool:
@@ -520,6 +511,7 @@ class Scheduler:
         if not builder.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
             builder.begin_admission()
             self._admission.admit(builder)
+            self._allocator.end()
             self._loading += [request for request in builder.admitted if request.state is RequestState.LOADING]
         if lacks_adapters:
             self._load_ahead.read(self._admission.read_order())
@@ -529,7 +521,7 @@ class Scheduler:
         if is_over or builder.descheduled or has_restoring:
             builder.keep_max_num_seqs()
         if not builder.was_short:
-            builder.tokens.extend_truncated(builder.descheduled)
+            builder.extend_truncated()
 
     def _send_back_late(self, result: StepResult) -> None:
         """Send requests back to the queue whose adapters missed their deadline, until these are loaded.
@@ -544,30 +536,6 @@ class Scheduler:
             self._admission.note_late(adapter)
 
     # -- a step's result
-
-    def _apply_extras(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
-        """Apply a request's error and prompt logprobs; False if its sequence produced nothing."""
-        if request.id in result.unready:
-            return False
-        if error := result.errors.get(request.id):
-            self.lifecycle.finish(request, FinishReason.ERROR)
-            failure = LoadFailure.OVERFLOWS if error == NOT_FINITE and request.adapter is not None else None
-            outputs.append(
-                RequestOutput(
-                    request.id,
-                    (),
-                    FinishReason.ERROR,
-                    error=error,
-                    step=info,
-                    failure=failure,
-                    page_seconds=self._memory.page_seconds(request),
-                )
-            )
-            return False
-        request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
-        if (pooled := result.pooled.get(request.id)) is not None:
-            request.pooled = pooled.plus(request.pooled)
-        return True
 
     def _count_steps(self, tokens: int, steps: int = 1) -> None:
         """Count so many steps of so many tokens each."""
@@ -618,16 +586,16 @@ class Scheduler:
         if computed >= request.leaves_at or sequence.states is not None:
             self._memory.move_on(request, was_draft=was_draft)
         if not sequence.samples:
-            return self._pool(request, info)
+            return self.lifecycle.pool(request, info)
         token = result.tokens[sequence.request_id]
         request.token_ids.append(token)
         if (reused := request.sequence) is not None:  # for the next step
             reused.tokens, reused.start = [token], computed
             if reused.states is not None:
                 reused.state_step = reused.states.steps
-        reason = stop_token = None
+        reason = None
         if token in request.end_ids:
-            reason, stop_token = FinishReason.STOP, token
+            reason = FinishReason.STOP
         elif computed + 1 >= request.max_length:
             reason = FinishReason.LENGTH
         logprobs = result.logprobs.get(sequence.request_id) if result.logprobs else None
@@ -635,44 +603,4 @@ class Scheduler:
         fills = not computed % self._memory.block_tokens
         if reason is None and logprobs is None and not is_first and not fills:  # nearly every token
             return RequestOutput(sequence.request_id, (token,), step=info)
-        if reason is not None:
-            self.lifecycle.finish(request, reason)
-        return RequestOutput(
-            request_id=request.id,
-            token_ids=(token,),
-            finish_reason=reason,
-            stop_token_id=stop_token,
-            step=info,
-            logprobs=(logprobs,) if logprobs else (),
-            num_preemptions=request.num_preemptions,
-            page_seconds=self._memory.page_seconds(request),
-            **(_reported_once(request) if is_first else {}),
-        )
-
-    def _pool(self, request: Request, info: StepInfo) -> RequestOutput | None:
-        """End a pooling request once its prompt is computed, and return its output; None for other requests."""
-        if request.pooled is None or request.num_computed_tokens < request.num_prompt_tokens:
-            return None
-        self.num_pooled += 1
-        vector = request.pooled.mean()
-        self.lifecycle.finish(request, FinishReason.STOP)
-        return RequestOutput(
-            request.id,
-            (),
-            FinishReason.STOP,
-            step=info,
-            num_preemptions=request.num_preemptions,
-            page_seconds=self._memory.page_seconds(request),
-            pooled=to_bytes(vector if request.head is None else request.head.scores(vector)),
-            **_reported_once(request),
-        )
-
-
-def _reported_once(request: Request) -> dict[str, Any]:
-    """Return the fields of a request's first output that no later output has."""
-    wants_logprobs = request.params.prompt_logprobs is not None
-    return {
-        "num_cached_tokens": request.num_cached_tokens,
-        "prompt_logprobs": tuple(request.prompt_logprobs) if wants_logprobs else None,
-        "queue_seconds": None if request.start_time is None else request.start_time - request.arrival_time,
-    }
+        return self.lifecycle.report(request, token, info, reason, logprobs, is_first=is_first)

@@ -1,21 +1,26 @@
-"""Fairness among tenants: served costs, turns, and the order in which requests keep slots and pages.
+"""Fairness among tenants: the ledger of served costs, and the order in which requests keep slots and pages.
 
 Tests: tests/core/scheduling/test_service.py, tests/core/scheduling/test_policies.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_left
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from ...memory.pages.layout import PageLayout
 from ..config import EngineConfig
 from ..requests.request import Request
+from .queue_order import Turns
 from .queues import Running, WaitingQueue, num_missing
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 """Cost of a prompt token and of a generated one, VTC's w_p and w_q: a decode step computes one token with the weights
@@ -107,175 +112,177 @@ class TokenCounters(QueuePolicy):
                 self.counters[tenant] = counter
 
 
-TurnKey = tuple[bool, float, float]
-"""Sort key of a waiting tenant: False if it is overdue for its turn, its standing (0 if it is overdue), and the number
-of its last turn or of its arrival.
-"""
+def max_min_level(
+    amount: float, wanted: Mapping[str, float], weights: Mapping[str, float], others: float = 0.0
+) -> float:
+    """Return the level of a weighted max-min split. Infinite if all tenants get all they want.
+
+    A tenant's share is the amount it wants, or its weight times the level if that is less.
+
+    wanted: by tenant, where bounded. weights: by tenant; by default 1. others: sum of the weights of tenants that want
+    all they may have.
+    """
+    unmet = [(want, weights.get(tenant, 1.0)) for tenant, want in wanted.items()]
+    while total := others + sum([weight for _, weight in unmet]):
+        level = amount / total
+        met = [want for want, weight in unmet if want <= level * weight]
+        if not met:
+            return level
+        amount -= sum(met)
+        unmet = [each for each in unmet if each[0] > level * each[1]]
+    return math.inf
 
 
-class SortedTenants:
-    """Tenants sorted by a key, and how many of the first have been skipped.
+_FIRST_GUESS, _NUM_REMEMBERED = 256, 128
+_ENDLESS = 1 << 40
 
-    A change is a binary search and a move in memory, some microseconds for ten thousand tenants.
+
+class OutputLengths:
+    """Lengths of the latest answers, from which the length of a running one is estimated.
+
+    Mean residual life: expected remaining length, given that the answer has reached this length. Truncated answers are
+    censored: their tokens count, their ends do not. If all were truncated, the request's limit is expected.
+
+    A limit alone says little: most answers end long before the limit that their clients set.
     """
 
-    def __init__(self, keys: Mapping[str, tuple[float, ...]] = MappingProxyType({})) -> None:
-        self.keys = dict(keys)
-        self._sorted = sorted((key, tenant) for tenant, key in keys.items())
-        self._num_skipped = 0
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, int]] = deque(maxlen=_NUM_REMEMBERED)  # lengths, and 1 if it ended of itself
+        self._sorted: list[int] = []
+        self._sums: list[int] = []  # of the sorted lengths from each on
+        self._ends: list[int] = []  # number of these that were not truncated
+        self._is_new = False
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        """Number of remembered answers."""
+        return len(self._latest)
 
-    def put(self, tenant: str, key: tuple[float, ...]) -> None:
-        """Enter a tenant, or move it."""
-        self.drop(tenant)
-        self.keys[tenant] = key
-        index = bisect_left(self._sorted, (key, tenant))
-        self._sorted.insert(index, (key, tenant))
-        self._num_skipped += index < self._num_skipped
+    @property
+    def mean(self) -> float:
+        """Mean length of the latest answers, truncated ones included; there must be one."""
+        return sum([length for length, _ in self._latest]) / len(self._latest)
 
-    def drop(self, tenant: str) -> None:
-        """Remove a tenant, if it is there."""
-        key = self.keys.pop(tenant, None)
-        if key is not None:
-            index = bisect_left(self._sorted, (key, tenant))
-            del self._sorted[index]
-            self._num_skipped -= index < self._num_skipped
+    def end(self, num_tokens: int, was_cut: bool) -> None:
+        """Record the length of an ended answer. was_cut: truncated at its limit."""
+        self._latest.append((num_tokens, int(not was_cut)))
+        self._is_new = True
 
-    def restart(self) -> None:
-        self._num_skipped = 0
+    def final_length(self, request: Request) -> int:
+        """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
+        return self.final_lengths([request])[0]
 
-    def first(self) -> str | None:
-        return self._sorted[0][1] if self._sorted else None
+    def final_lengths(self, requests: Sequence[Request]) -> list[int]:
+        """Return `final_length` of each request."""
+        drawn = [len(request.token_ids) - request.num_prompt_tokens for request in requests]
+        lengths = {each: self._answer_length(each) + 1 for each in set(drawn)}
+        return [
+            end if (end := each.num_prompt_tokens + lengths[count]) < each.max_length else each.max_length
+            for each, count in zip(requests, drawn, strict=True)
+        ]
 
-    def top(self) -> str | None:
-        """Return the first tenant that is not skipped; None if all are."""
-        return self._sorted[self._num_skipped][1] if self._num_skipped < len(self._sorted) else None
-
-    def skip(self) -> None:
-        """Skip the tenant that `top` returned."""
-        self._num_skipped += 1
-
-
-class Turns:
-    """Waiting tenants in order of their turns.
-
-    First come overdue tenants, longest wait first: they have waited for `max_turn_seconds` or `max_turn_steps` since
-    their last turn or, if later, since their queue was empty. Otherwise a small weight or a wrong length estimate could
-    keep a tenant waiting for long. The others follow by the policy's standing, lowest first, then by arrival.
-    """
-
-    def __init__(self, limits: EngineConfig, waiting: WaitingQueue, standing: Callable[[str], float]) -> None:
-        """standing: of a tenant with the policy (`QueuePolicy.standing`)."""
-        self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
-        self._waiting = waiting
-        self._standing = standing
-        self._since = SortedTenants()  # by number, time and step of the last turn
-        self._line = SortedTenants()  # by standing, and number of arrival; out of date until it comes to the top
-        self._count = itertools.count()
-        self._overdue_before = (-math.inf, -math.inf)
-        self.is_overdue = False
-        """True if the tenant that `top` returned last is overdue."""
-
-    def record_turn(self, tenant: str, now: float, step: int) -> None:
-        """Record that a tenant has a turn, or begins to wait for one."""
-        self._since.put(tenant, (next(self._count), now, step))
-        waiting = self._waiting.tenants
-        for line in (self._since, self._line):
-            if len(line) > 2 * len(waiting) + 64:  # tenants that wait no more
-                for each in line.keys.keys() - waiting.keys():
-                    line.drop(each)
-
-    def note(self, tenant: str) -> None:
-        """Update a tenant's turn after its standing with the policy may have changed."""
-        key = self._line.keys.get(tenant)
-        if key is not None and (standing := self._standing(tenant)) != key[0]:
-            self._line.put(tenant, (standing, key[1]))
-
-    def restart(self, now: float, step: int) -> None:
-        """Begin with the first tenant again. now, step: the current time in seconds, and step number."""
-        self._overdue_before = now - self._max_seconds, step - self._max_steps
-        self._since.restart()
-        self._line.restart()
-        self._take_new(now, step)
-
-    def least(self, now: float, step: int) -> float | None:
-        """Return the lowest standing of any waiting tenant; None if none waits."""
-        self._take_new(now, step)
-        tenant = self._settled(self._line.first)
-        return None if tenant is None else self._line.keys[tenant][0]
-
-    def top(self) -> str | None:
-        """Return the next tenant; None if all have been skipped."""
-        while (tenant := self._since.top()) is not None and self._is_overdue(tenant):
-            if tenant in self._waiting.tenants:
-                self.is_overdue = True
-                return tenant
-            self._since.drop(tenant)
-        self.is_overdue = False
-        return self._settled(self._line.top)
-
-    def pass_over(self) -> None:
-        """Skip the tenant that `top` returned, until `restart`."""
-        (self._since if self.is_overdue else self._line).skip()
-
-    def key_of(self, tenant: str) -> TurnKey:
-        """Return a waiting tenant's sort key in the order of turns."""
-        if tenant in self._since.keys and self._is_overdue(tenant):
-            return False, 0.0, self._since.keys[tenant][0]
-        key = self._line.keys.get(tenant)  # None if it returns to the queue in this very step
-        return True, self._standing(tenant), math.inf if key is None else key[1]
-
-    def _is_overdue(self, tenant: str) -> bool:
-        _, seconds, step = self._since.keys[tenant]
-        return seconds <= self._overdue_before[0] or step <= self._overdue_before[1]
-
-    def _settled(self, pick: Callable[[], str | None]) -> str | None:
-        """Return the picked tenant, once it waits and its standing is up to date."""
-        line = self._line
-        while (tenant := pick()) is not None:
-            if tenant not in self._waiting.tenants:
-                line.drop(tenant)
-            elif self._standing(tenant) > line.keys[tenant][0]:  # it has been charged since
-                self.note(tenant)
-            else:
-                break
-        return tenant
-
-    def _take_new(self, now: float, step: int) -> None:
-        """Enter the tenants that have begun to wait."""
-        for tenant in self._waiting.pop_new_tenants():
-            number = next(self._count)
-            if tenant not in self._since.keys:
-                self._since.put(tenant, (number, now, step))
-            self._line.put(tenant, (self._standing(tenant), number))
+    def _answer_length(self, drawn: int) -> int:
+        """Return the expected length of an answer that has `drawn` tokens; a quarter more if no answer got so far."""
+        if self._is_new:
+            self._is_new = False
+            latest = sorted(self._latest)
+            self._sorted = [length for length, _ in latest]
+            self._sums = list(accumulate(reversed(self._sorted)))[::-1]
+            self._ends = list(accumulate([ended for _, ended in reversed(latest)]))[::-1]
+        index = bisect_right(self._sorted, drawn)
+        count = len(self._sorted) - index
+        if not count:
+            return max(drawn + drawn // 4, 0 if any(self._ends[:1]) else _FIRST_GUESS)
+        if not self._ends[index]:
+            return _ENDLESS
+        return drawn + (self._sums[index] - count * drawn) // self._ends[index]
 
 
-class SomeTurns:
-    """Some of the waiting tenants, in the current order of turns; `turns` has all of them, restarted."""
+class Growth:
+    """Pages that running requests are expected to need beyond the pages that they have."""
 
-    def __init__(self, turns: Turns, waiting: WaitingQueue, tenants: Iterable[str]) -> None:
-        self._turns = turns
-        self._waiting = waiting
-        self._line = SortedTenants({tenant: turns.key_of(tenant) for tenant in tenants})
-        self.is_overdue = False
+    def __init__(self, lengths: OutputLengths, layout: PageLayout, running: Sequence[Request]) -> None:
+        self._lengths = lengths
+        self._layout = layout
+        self._pages_of = layout.pages_for_tokens
+        self._running = running
+        ends = lengths.final_lengths(running)
+        self.finals = layout.pages_for_each([end - 1 for end in ends])
+        """Pages that each running request is expected to end with."""
+        has = layout.pages_for_each([request.room for request in running])
+        grown = [final - pages for final, pages in zip(self.finals, has, strict=True)]
+        self.total = sum([pages for pages in grown if pages > 0])
+        """Pages by which all of them grow."""
+        self._by_tenant: Counter[str] | None = None
+        self._ends: np.ndarray | None = None  # `_ends_of` all; computed only if the sum does not fit
 
-    def top(self) -> str | None:
-        """Return the next tenant; None if all have been skipped."""
-        line = self._line
-        while (tenant := line.top()) is not None:
-            if tenant not in self._waiting.tenants:
-                line.drop(tenant)
-            elif (rank := self._turns.key_of(tenant)) != line.keys[tenant]:  # it was charged for its turn
-                line.put(tenant, rank)
-            else:
-                self.is_overdue = not rank[0]
-                break
-        return tenant
+    def add(self, request: Request) -> None:
+        """Add a running request, the last of them."""
+        self.total += self._pages(request, request.room)
+        self.finals.append(pages := self.final_pages(request))
+        if self._by_tenant is not None:
+            self._by_tenant[request.fairness_key] += pages
+        if self._ends is not None:
+            import numpy as np
 
-    def pass_over(self) -> None:
-        self._line.skip()
+            self._ends = np.vstack((self._ends, self._ends_of([request])))
+
+    @property
+    def by_tenant(self) -> Counter[str]:
+        """Pages that each tenant's running requests are expected to end with."""
+        if self._by_tenant is None:
+            self._by_tenant = Counter()
+            for request, pages in zip(self._running, self.finals, strict=True):
+                self._by_tenant[request.fairness_key] += pages
+        return self._by_tenant
+
+    def final_pages(self, request: Request) -> int:
+        """Return the pages that a request which does not run yet is expected to end with."""
+        return self._pages_of(self._lengths.final_length(request) - 1)
+
+    def total_with(self, request: Request) -> int:
+        """Return the pages by which they and `request` grow in all; its known tokens count as having pages."""
+        return self.total + self._pages(request, request.num_tokens)
+
+    def peak_with(self, request: Request) -> int:
+        """Return the most pages, beyond today's, that they and `request` will need at any time while it runs.
+
+        Less than they grow by in all: a request that ends frees its pages while others go on growing. Pages that it
+        shares with the prefix cache are not freed. `request` counts as having pages for its known tokens; once it has
+        ended, the others need as many as without it.
+        """
+        import numpy as np  # not above: a command line that only names routing policies does without
+
+        if self._ends is None:
+            self._ends = np.array(self._ends_of(self._running), np.int64).reshape(-1, 3)
+        layout, count, final = self._layout, request.num_tokens, self._lengths.final_length(request)
+        frees = layout.blocks_for_tokens(count) * layout.num_growing + layout.fixed_pages(final - 1)
+        own = final - 1 - count, frees, layout.pages_for_tokens(count)
+        steps, frees, has = np.vstack((self._ends, own)).T
+        order = np.argsort(-steps)  # when a request ends, the earlier ones in this order still run
+        block, growing = layout.block_tokens, layout.num_growing
+        needs = np.cumsum(frees[order]) * block + np.arange(1, len(steps) + 1) * steps[order] * growing
+        most = int(needs[steps[order] <= own[0]].max())
+        return max(0, -(-most // block) - int(has.sum()))
+
+    def _pages(self, request: Request, room: int) -> int:
+        """Return the pages that a request with room for `room` tokens grows by."""
+        return max(0, self.final_pages(request) - self._pages_of(room))
+
+    def _ends_of(self, requests: Sequence[Request]) -> list[tuple[int, int, int]]:
+        """For each request, return the steps until it ends, the pages that it frees then if its tokens are today's, and
+        how many of these it has now.
+
+        Pages that do not grow without end count as many as at the end.
+        """
+        layout = self._layout
+        block, growing, fixed_pages = layout.block_tokens, layout.num_growing, layout.fixed_pages
+        has = layout.pages_for_each([request.room for request in requests])
+        ends = []
+        for request, final, pages in zip(requests, self._lengths.final_lengths(requests), has, strict=True):
+            count, shared = len(request.token_ids), request.began_at // block * growing
+            blocks = -(-max(request.room, count) // block)
+            ends.append((final - 1 - count, blocks * growing + fixed_pages(final - 1) - shared, pages - shared))
+        return ends
 
 
 WINDOW_SECONDS = 10.0
@@ -307,6 +314,7 @@ class Service:
         self._running = running
         self._waiting = waiting
         self._now = now
+        self.lengths = OutputLengths()
         self._running_cost: dict[str, float] = {}  # cost of running requests, by tenant
         self._ended: dict[str, tuple[float, float]] = {}  # decayed cost of ended requests, and its time
 

@@ -14,6 +14,7 @@ from statistics import median
 from ..requests.request import Request
 from ..requests.types import StepPlan
 from .queues import num_missing, split_prompts
+from .step_time import owed
 
 DECODE_STEPS = 5.0
 """The default target, in decode steps."""
@@ -24,9 +25,6 @@ LEAST_DECODE_STEPS = 2.0
 EFFICIENT = 10.0
 """Least time of a step's prompts, in what a step takes without any of their tokens: shorter ones would mostly wait
 for launches and weights."""
-
-MOST_DEBT = 64.0
-"""Most time that steps with prompts may owe, in targets: a pause of the machine must not keep prompts waiting."""
 
 LEAST_TOKENS = 16
 """Prompt tokens of a step whatever its target: prompts always make progress, and each step reads all weights."""
@@ -176,10 +174,6 @@ class StepTarget:
             self.note(before, now - began)
         self.settle(before, now - began)
 
-    def pause(self) -> None:
-        """Note that no step follows the last one at once."""
-        self.has_plain_last, self.last = False, None
-
     def settle(self, prompts: StepPrompts, seconds: float) -> None:
         """Add what a step took beyond the target to the debts of its tenants, by their tokens, or pay off some."""
         if not self.decode_seconds:
@@ -188,7 +182,7 @@ class StepTarget:
         beyond, num_tokens = seconds - target, sum(prompts.by_tenant.values())
         if beyond > 0:
             for tenant, count in prompts.by_tenant.items():
-                debts[tenant] = min(debts.get(tenant, 0.0) + beyond * count / num_tokens, MOST_DEBT * target)
+                debts[tenant] = owed(debts.get(tenant, 0.0), beyond * count / num_tokens, target)
         elif debts:
             paid = -beyond / len(debts)
             self.debts = {tenant: debt - paid for tenant, debt in debts.items() if debt > paid}

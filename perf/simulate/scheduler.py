@@ -297,7 +297,8 @@ class SimScheduler(Scheduler):
         """
         if self._store.loads.under_way or self._memory.swapped.copies or not self.may_repeat:
             return plan
-        if self._turns.most is not None and len(self.waiting.adapters().union(plan.adapters)) > self._turns.most:
+        most_adapters = self._allocator.max_adapters
+        if most_adapters is not None and len(self.waiting.adapters().union(plan.adapters)) > most_adapters:
             return plan  # adapters take turns by the clock
         most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self.running]))
         until = math.inf
@@ -323,7 +324,7 @@ class SimScheduler(Scheduler):
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply the result of a step, or of several equal ones, of which the last one's outputs are returned."""
         if isinstance(result, RepeatedResult):
-            self._turns.note_step(plan.adapters, result.first_end)
+            self._allocator.note_step(plan.adapters, result.first_end)
             self._catch_up(plan.sequences, result)
         outputs = super().update(plan, result)
         self._all_drew = [output.finish_reason for output in outputs].count(None) == len(self.running)

@@ -26,7 +26,7 @@ from chorus.core.requests.record import NotHere, to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
-from chorus.core.scheduling.output_lengths import OutputLengths
+from chorus.core.scheduling.service import OutputLengths
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 from chorus.memory.host.images import Reads

@@ -1,8 +1,8 @@
-"""Files and functions of the engine that one step with LoRA enters: how much a reader must open to follow it.
+"""Files and functions of the engine that a step with LoRA enters: how much a reader must open to follow it.
 
-`python -m tests.core.entered` counts them for a decode step and for one with an arrival, on torch's operators and,
-where they are built, the native ones; `--list` names the files and the functions that are called in each. The CUDA path
-is counted where it runs without a GPU, in tests/core/executors/test_cuda_interpreted.py.
+`python -m tests.core.entered` counts them for a decode step, one with an arrival and a warm completion, on torch's
+operators and, where they are built, the native ones; `--list` names the files and the functions that are called in
+each. The CUDA path is counted where it runs without a GPU, in tests/core/executors/test_cuda_interpreted.py.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ def of_cpu(kernels: str, arrives: bool = False) -> dict[str, list[str]]:
     """One decode step of two requests, of which one uses an adapter. kernels: `native` or `torch`. arrives: another
     request of the adapter begins in it.
     """
-    config = EngineConfig(
-        model=BUILTIN_MODEL, device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS, speculation="off"
-    )
-    engine = Engine.from_config(config)
+    engine = _engine(kernels)
     try:
         params = RequestParams(max_tokens=400, ignore_eos=True)
         requests = [Request(str(name), [5, 6, 7], params, name) for name in (None, "reverse")]
@@ -75,15 +72,41 @@ def of_cpu(kernels: str, arrives: bool = False) -> dict[str, list[str]]:
         engine.close()
 
 
+def of_completion() -> dict[str, list[str]]:
+    """A completion by an adapter that the engine has served before, from its arrival to its last token."""
+    engine = _engine("auto")
+    params = RequestParams(max_tokens=30, ignore_eos=True)
+
+    def complete(name: str) -> None:
+        engine.add_request(Request(name, list(range(5, 45)), params, "reverse"))
+        while engine.has_work():
+            engine.step()
+
+    try:
+        complete("before")
+        return entered(lambda: complete("warm"))
+    finally:
+        engine.close()
+
+
+def _engine(kernels: str) -> Engine:
+    config = EngineConfig(
+        model=BUILTIN_MODEL, device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS, speculation="off"
+    )
+    return Engine.from_config(config)
+
+
 def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--list", action="store_true", help="name the files and functions")
     args = command.parse_args(argv)
     native = ["native"] if native_library.available(torch.float32) else []
-    for kernels, arrives in itertools.product([*native, "torch"], [False, True]):
-        found = of_cpu(kernels, arrives)
-        step = "step with an arrival" if arrives else "decode step"
-        print(f"{kernels}, {step}: {len(found)} files, {sum(map(len, found.values()))} functions")
+    ways = {
+        f"{kernels}, {'step with an arrival' if arrives else 'decode step'}": of_cpu(kernels, arrives)
+        for kernels, arrives in itertools.product([*native, "torch"], [False, True])
+    }
+    for way, found in {**ways, "warm completion": of_completion()}.items():
+        print(f"{way}: {len(found)} files, {sum(map(len, found.values()))} functions")
         if args.list:
             for path, functions in sorted(found.items()):
                 print(f"  {path}: {', '.join(functions)}")

@@ -8,7 +8,7 @@ import torch
 from chorus.memory.files.strict_json import loads
 from chorus.ops.library import native_library
 
-from .entered import entered, main, of_cpu
+from .entered import entered, main, of_completion, of_cpu
 
 
 def test_counts_functions_of_the_engine_alone():
@@ -20,11 +20,15 @@ def test_counts_functions_of_the_engine_alone():
 
 @pytest.mark.parametrize(
     ("kernels", "arrives", "most"),
-    [("native", False, 11), ("torch", False, 27), ("native", True, 31), ("torch", True, 45)],
+    [("native", False, 11), ("torch", False, 27), ("native", True, 27), ("torch", True, 41)],
 )
 def test_a_step_enters_few_files(kernels, arrives, most):
     """Of torch, seven are ops: a file for each noun that `chorus models --program` prints."""
     assert len(of_cpu(kernels, arrives)) <= most
+
+
+def test_a_warm_completion_enters_few_files_of_scheduling():
+    assert sum(path.startswith("core/scheduling/") for path in of_completion()) <= 9
 
 
 def test_prints_the_files(capsys):

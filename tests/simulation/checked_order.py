@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.types import StepPlan
-from chorus.core.scheduling.adapter_turns import LONGEST_ROUND
+from chorus.core.scheduling.allocator import LONGEST_ROUND
 from chorus.core.scheduling.queues import num_missing
 from chorus.core.scheduling.step_target import RECENT_SECONDS
 from chorus.memory.adapters.adapter import Adapter, Tier

@@ -19,9 +19,9 @@ from chorus.core import engine, kv_identity
 from chorus.core.merging.merging import Merging
 from chorus.core.requests.record import from_record
 from chorus.core.requests.types import StepPlan
+from chorus.core.scheduling.queue_order import Turns
 from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
-from chorus.core.scheduling.service import Turns
 from chorus.core.scheduling.step_builder import StepBuilder
 from chorus.core.served_adapters import ServedAdapters
 from chorus.core.speculation.grammar_drafts import GrammarDrafts

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from chorus.core.scheduling.grammar_budget import GrammarBudget
 from chorus.core.scheduling.scheduler import Scheduler
+from chorus.core.scheduling.step_time import GrammarBudget
 
 from . import checked_order
 from .seeds import simulate

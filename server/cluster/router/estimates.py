@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ....core.costs.models import CostModel
 from ....core.costs.profile import load_profile
-from ....core.scheduling.output_lengths import OutputLengths
+from ....core.scheduling.service import OutputLengths
 from .replicas import ReplicaState
 
 ENOUGH = 8

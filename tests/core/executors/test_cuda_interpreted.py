@@ -874,7 +874,7 @@ def test_steps_of_prompts_are_ahead_of_tokens_too(drive, tiny, padded):
     found, plans = [], []
     for is_async in (True, False):
         driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_async, prefix_cache=False)
-        shares = driver.engine.scheduler._shares  # noqa: SLF001
+        shares = driver.engine.scheduler._choices  # noqa: SLF001
         shares._clock = lambda driver=driver: sum(len(plan.sequences) for plan in driver.plans)  # noqa: SLF001
         want = ask(driver, tiny, (None, 3, 14), (None, 17, 3))
         driver.add("looks back", None, [5, 6, 7, 5, 9] * 3, frequency_penalty=1.5, max_tokens=3)

@@ -11,7 +11,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from chorus.core.requests.grammar_work import GrammarState, GrammarWork
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.core.scheduling.grammar_budget import ALONE_SECONDS, LEAST_SECONDS, MAX_DEBT, GrammarBudget
+from chorus.core.scheduling.step_time import ALONE_SECONDS, LEAST_SECONDS, MAX_DEBT, GrammarBudget
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
 STEP = 2e-3

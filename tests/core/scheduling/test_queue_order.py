@@ -12,9 +12,9 @@ from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.scheduling import queue_order
-from chorus.core.scheduling.queue_order import QueueOrder
+from chorus.core.scheduling.queue_order import QueueOrder, SomeTurns, Turns
 from chorus.core.scheduling.queues import WaitingQueue
-from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
+from chorus.core.scheduling.service import TokenCounters
 from chorus.memory.adapters.adapter import Tier
 
 from ...simulation.checked_engine import CheckedEngine

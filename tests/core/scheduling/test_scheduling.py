@@ -22,13 +22,11 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
-from chorus.core.scheduling.adapter_turns import AdapterTurns
 from chorus.core.scheduling.admission import DOUBT_SECONDS
-from chorus.core.scheduling.output_lengths import OutputLengths
+from chorus.core.scheduling.allocator import Allocator
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running, WaitingQueue
-from chorus.core.scheduling.service import TokenCounters
-from chorus.core.scheduling.shares import max_min_level
+from chorus.core.scheduling.service import OutputLengths, TokenCounters, max_min_level
 from chorus.core.scheduling.step_builder import SlotSource, StepBuilder
 from chorus.memory.adapters.adapter import Tier
 from chorus.perf.inline_reads import InlineReads
@@ -657,17 +655,18 @@ def test_a_donor_of_pages_begins_before_the_recipient_only_if_overdue_for_a_turn
     if runs:
         running.append(Request("0", [1], RequestParams(), fairness_key="donor"))
     limits = EngineConfig(model=Path("fake"))
+    allocator = Allocator(limits, None, running, WaitingQueue(), None, None)
     builder = StepBuilder(
         limits=limits,
         lifecycle=SimpleNamespace(service=None),
-        turns=AdapterTurns(limits, running, WaitingQueue()),
+        allocator=allocator,
         running=running,
         candidates=[],
         now=0.0,
     )
     builder.begin_admission()
     builder.slot_source, builder.order = SlotSource.FREE, SimpleNamespace(turns=SimpleNamespace(is_overdue=is_overdue))
-    builder.pages.donors = {"donor"}
+    allocator.page_donors = {"donor"}
     assert builder.may_begin("donor") == begins
     assert builder.may_begin("another")
 

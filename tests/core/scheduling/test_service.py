@@ -17,7 +17,7 @@ from chorus.core.merging.modes import leaves_tenant_out
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.core.scheduling.adapter_turns import AdapterTurns
+from chorus.core.scheduling.allocator import Allocator
 from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.service import WINDOW_SECONDS, Service, TokenCounters
 from chorus.core.scheduling.step_builder import StepBuilder
@@ -378,13 +378,17 @@ def taken(slots, requests):
     return service, builder_of(service), clock
 
 
+def allocator_of(limits, service, running):
+    return Allocator(limits, service, running, WaitingQueue(), None, None)
+
+
 def builder_of(service):
     running = service._running  # noqa: SLF001
     limits = EngineConfig(model=Path("fake"), max_num_seqs=service.max_num_seqs)
     builder = StepBuilder(
         limits=limits,
         lifecycle=SimpleNamespace(service=service, preempt=running.remove),
-        turns=AdapterTurns(limits, running, WaitingQueue()),
+        allocator=allocator_of(limits, service, running),
         running=running,
         candidates=list(running),
         now=0.0,
@@ -459,7 +463,7 @@ def test_tenants_that_were_given_something_are_forgotten():
 def test_no_more_tenants_run_than_a_step_has_rows(holders, comers):
     _, builder, _ = taken(4, [made(tenant, index) for index, tenant in enumerate(holders)])
     for index, tenant in enumerate(comers):
-        if builder.slots.has_donor_for(tenant):
+        if builder.allocator.may_take_slot(tenant):
             builder.admit(made(tenant, 10 + index), 1, 0)
     assert len(builder.running.tenants) <= 4
 
@@ -473,7 +477,7 @@ def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_tenant_one(holders
     service, builder, _ = taken(len(holders), [made(tenant, index, cost=9.0) for index, tenant in enumerate(holders)])
     begun = []
     for index, (tenant, cost) in enumerate(comers):
-        if builder.slots.has_donor_for(tenant):
+        if builder.allocator.may_take_slot(tenant):
             begun.append(made(tenant, 10 + index, cost=float(cost)))
             builder.admit(begun[-1], 1, 0)
     assert len(begun) < max(2, len(holders)), "the row of whoever has just begun is nobody's to take"
@@ -499,7 +503,7 @@ def test_preempting_who_gave_its_row_makes_no_second_one_free(holders, events):
             left = [each for each in running if running.tenants[each.fairness_key] > 1 and each not in begun]
             for victim in left[event : event + 1]:
                 builder.preempt(victim)
-        elif len(running) < len(holders) or builder.slots.has_donor_for(event[0]):
+        elif len(running) < len(holders) or builder.allocator.may_take_slot(event[0]):
             begun.append(made(event[0], 10 + index, cost=float(event[1])))
             builder.admit(begun[-1], 1, 0)
     dealt = service.choose(running, begun)
@@ -522,7 +526,7 @@ def test_tenants_are_ranked_once_in_a_step_however_many_requests_begin(monkeypat
     service, builder, _ = taken(100, [made(tenant, index) for index in range(2) for tenant in many])
     ranked.clear()
     for tenant in few:
-        assert builder.slots.has_donor_for_any({tenant: None}.keys())
+        assert builder.allocator.any_may_take_slot({tenant: None}.keys())
         builder.admit(made(tenant, 0), 1, 0)
     assert len(service.choose(builder.running, builder.admitted)) == 100
     assert len(ranked) <= len(many) + 2 * len(few) + len(many) + len(few), "once more by those who are dealt rows"

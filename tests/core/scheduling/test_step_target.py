@@ -15,7 +15,6 @@ from chorus.core.scheduling.step_target import (
     DECODE_STEPS,
     EFFICIENT,
     LEAST_TOKENS,
-    MOST_DEBT,
     PROMPT_TOKENS,
     RECENT_SECONDS,
     RECENT_STEPS,
@@ -23,6 +22,7 @@ from chorus.core.scheduling.step_target import (
     StepPrompts,
     StepTarget,
 )
+from chorus.core.scheduling.step_time import MAX_DEBT
 
 from ...simulation.checked_engine import CheckedEngine
 
@@ -149,7 +149,7 @@ def test_steps_pay_off_the_debts_of_all_tenants_alike():
 def test_a_debt_is_paid_off_whatever_the_target_is():
     target = learned(1e-9)
     target.settle(plan(100), 1000 * DECODE)
-    for _ in range(int(2 * MOST_DEBT)):
+    for _ in range(int(2 * MAX_DEBT)):
         target.settle(plan(1), DECODE)
     assert target.debts == {}
 
@@ -228,7 +228,7 @@ def test_what_is_not_known_bounds_nothing():
 def test_time_without_steps_is_no_step():
     target = StepTarget(None)
     target.begin(plan(1), 0.0)
-    target.pause()
+    target.has_plain_last, target.last = False, None  # as by `Scheduler.note_pause`
     target.begin(plan(1), 100.0)
     assert not target.decode_seconds
     target.begin(plan(1), 102.0)

@@ -16,7 +16,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepResult
 from chorus.core.scheduling.queues import Running, WaitingQueue
-from chorus.core.scheduling.step_shares import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, StepShares
+from chorus.core.scheduling.step_time import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, ChoiceBudget
 from chorus.perf.bench.schedule_time import FakeExecutor
 
 pytestmark = pytest.mark.wide
@@ -55,7 +55,7 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_a
     running, clock = make_running(sizes, num_lone), Clock()
     under_way = 0.0
     everybody, order = set(running), list(running)
-    shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
+    shares, waiting = ChoiceBudget(MAX_ROWS, clock), WaitingQueue()
     last: dict[Request, int] = defaultdict(int)
     smallest = [] if num_lone else [size for size in sizes if size == min(sizes)]  # groups that always run whole
     most = max(MAX_ROWS, sum(smallest) + (smallest != sizes))  # the scheduler chooses among more
@@ -82,7 +82,7 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_a
 @given(st.integers(2, MAX_ROWS), st.floats(0, 10))
 def test_a_call_that_is_alone_runs_whole(size, seconds):
     running, clock = make_running([size], 0), Clock()
-    shares = StepShares(MAX_ROWS, clock)
+    shares = ChoiceBudget(MAX_ROWS, clock)
     for _ in range(100):
         assert shares.choose(running, WaitingQueue()) is None
         clock.now += seconds
@@ -90,7 +90,7 @@ def test_a_call_that_is_alone_runs_whole(size, seconds):
 
 def test_where_rows_cost_nothing_everybody_runs():
     running, clock = make_running([40], 3), Clock()
-    shares = StepShares(MAX_ROWS, clock)
+    shares = ChoiceBudget(MAX_ROWS, clock)
     taking_part = []
     for _ in range(1000):
         chosen = shares.choose(running, WaitingQueue())
@@ -101,7 +101,7 @@ def test_where_rows_cost_nothing_everybody_runs():
 
 def test_steps_that_compute_prompts_are_no_measure():
     running, clock = make_running([40], 1), Clock()
-    shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
+    shares, waiting = ChoiceBudget(MAX_ROWS, clock), WaitingQueue()
     for _ in range(100):
         shares.choose(running, waiting)
         clock.now += 1.0
@@ -119,7 +119,7 @@ def test_steps_that_compute_prompts_are_no_measure():
 
 def test_a_pause_of_the_machine_keeps_nobody_waiting_for_long():
     running, clock = make_running([40], 1), Clock()
-    shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
+    shares, waiting = ChoiceBudget(MAX_ROWS, clock), WaitingQueue()
     without = 0
     for step in range(2000):
         chosen = shares.choose(running, waiting)
@@ -130,7 +130,7 @@ def test_a_pause_of_the_machine_keeps_nobody_waiting_for_long():
 
 def test_calls_of_as_many_answers_all_run():
     running, clock = make_running([16, 16], 0), Clock()
-    shares = StepShares(MAX_ROWS, clock)
+    shares = ChoiceBudget(MAX_ROWS, clock)
     for _ in range(100):
         assert shares.choose(running, WaitingQueue()) is None
         clock.now += len(running)
@@ -139,7 +139,7 @@ def test_calls_of_as_many_answers_all_run():
 @pytest.mark.parametrize("is_async", [False, True])
 def test_no_step_is_much_longer_than_one_without_the_larger_calls(is_async):
     running, clock = make_running([60], 1), Clock()
-    shares = StepShares(MAX_ROWS, clock)
+    shares = ChoiceBudget(MAX_ROWS, clock)
     sizes = [1]
     for _ in range(2000):
         chosen = shares.choose(running, WaitingQueue(), is_async=is_async)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.core.scheduling.adapter_turns import AdapterTurns
+from chorus.core.scheduling.allocator import Allocator
 from chorus.perf.inline_reads import InlineReads
 
 from ...simulation.checked_engine import CheckedEngine
@@ -177,15 +177,15 @@ def test_adapters_that_preempt_each_other_do_not_keep_a_third_from_its_turn():
     request = {each.name: SimpleNamespace(adapter=each, arrival_time=0.0) for each in (holder, third, *pair, longest)}
     waiting = Waiting()
     running = SimpleNamespace(by_adapter=lambda: {holder: [], third: []})
-    limits = SimpleNamespace(max_adapters_per_step=1, max_overtake_seconds=0.0)
-    turns = AdapterTurns(limits, running, waiting)
+    limits = SimpleNamespace(max_num_seqs=8, max_adapters_per_step=1, max_overtake_seconds=0.0, weights={})
+    turns = Allocator(limits, SimpleNamespace(order=list), running, waiting, None, None)
     for now, each in enumerate((*pair, third, holder), start=1):
         turns.note_step([each], float(now))
     for step in range(8):
         now = 9.0 + step
         one, other = pair if step % 2 else pair[::-1]
         waiting[:] = [request[longest.name], request[other.name]]
-        chosen = turns.share([request[each.name] for each in (holder, third, one)], list, now)
+        chosen = turns.with_index([request[each.name] for each in (holder, third, one)], now)
         if chosen[0].adapter is not holder:
             break
         turns.note_step([holder], now)
