@@ -285,7 +285,7 @@ class NativeDecoderModel:
         return self._decoder.merge(layer, product, rows, origin, out)
 
     def offload(self, offloading: Offloading) -> None:
-        """Have other processes compute what `offloading` chooses of steps with adapters on their way."""
+        """Have offload workers compute what `offloading` chooses of steps with adapters on their way."""
         self._decoder.offloading = offloading
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
