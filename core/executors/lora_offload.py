@@ -104,7 +104,7 @@ class LoraOffload:
 
     def measure(self) -> None:
         """Measure the workers' profile."""
-        one, many = self.time_exchange(1, 1), self.time_exchange(_PROFILE_TOKENS, 1)
+        one, many = self._time_exchange(1), self._time_exchange(_PROFILE_TOKENS)
         inputs, ((_, _, width), *_), _ = self._projections.gemm_shapes[0]
         elems = _PROFILE_RANK * (inputs + width)
         self.profile = OffloadProfile(one, max(0.0, many - one) / (elems * (_PROFILE_TOKENS - 1)))
@@ -224,29 +224,24 @@ class LoraOffload:
         )
         return self.offloaded
 
-    def time_exchange(
-        self, tokens: int, workers: int, rank: int = _PROFILE_RANK, rounds: int = _PROFILE_ROUNDS
-    ) -> float:
-        """Median seconds to send inputs of the first projection and get the LoRA terms of an adapter of zeros back.
-
-        workers: number of offload workers that share the tokens.
-        """
+    def _time_exchange(self, tokens: int) -> float:
+        """Median seconds to send a worker inputs of the first projection and get an adapter of zeros' terms back."""
         hidden, ((module, _, width), *_), _ = self._projections.gemm_shapes[0]
         ids = range(len(self._projections))
         rows = AdapterRows(
             pages=[0],
-            rank=rank,
+            rank=_PROFILE_RANK,
             scale=1.0,
             slab_elems=hidden + width,
             a_offset=[0 if each == module else -1 for each in ids],
             b_offset=[hidden if each == module else -1 for each in ids],
             first_elem=(0,),
         )
-        x, image = torch.zeros(tokens, hidden), torch.zeros(1, rank * (hidden + width), dtype=self._dtype)
-        share = [*shares(tokens, 1, workers), *[tokens] * (self._num_workers - workers)]
+        x, image = torch.zeros(tokens, hidden), torch.zeros(1, _PROFILE_RANK * (hidden + width), dtype=self._dtype)
+        share = [0, *[tokens] * self._num_workers]
         self._workers.begin([rows], [0, tokens], share, [image])
         found = []
-        for _ in range(rounds):
+        for _ in range(_PROFILE_ROUNDS):
             began = time.perf_counter()
             self._exchange_once(x, share)
             found.append(time.perf_counter() - began)

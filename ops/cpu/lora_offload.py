@@ -21,7 +21,7 @@ import torch
 
 from ..library.described_adapters import described
 from ..library.native_descriptors import ELEMENT_OF, GemmShape, described_gemm_shapes
-from ..library.native_library import library, native_layout, required
+from ..library.native_library import native_layout, required
 from ..lora.sgmv import AdapterRows, Segments
 from ..ranks.ranks import SPINNING_SECONDS, Ranks
 
@@ -185,10 +185,7 @@ class OffloadWorkers:
 
 
 def exchange_floats(gemm_shapes: Sequence[GemmShape], tokens: int) -> int:
-    """Float32 values of memory that a process needs for `tokens` rows of x or of LoRA terms. See `Ranks`."""
-    found = library()
-    if found is None:
-        return 0
+    """Float32 values of memory that a rank needs for `tokens` rows of x or of LoRA terms. See `Ranks`."""
     return tokens * row_elems(torch.float32, max(map(max, gemm_widths(gemm_shapes))))
 
 
@@ -199,15 +196,13 @@ def gemm_widths(gemm_shapes: Sequence[GemmShape]) -> list[tuple[int, int]]:
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which rows are sent, for a model in `dtype`."""
-    found = library()
-    is_wide = found is None or found.chorus_offload_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
+    is_wide = required().chorus_offload_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
     return torch.float32 if is_wide else dtype
 
 
 def row_elems(dtype: torch.dtype, width: int) -> int:
     """Elements from one sent row of `width` elements to the next."""
-    found = library()
-    return width if found is None else found.chorus_offload_row(ELEMENT_OF[dtype], width)
+    return required().chorus_offload_row(ELEMENT_OF[dtype], width)
 
 
 def post_exchange(ranks: Ranks, exchanges: int, x: torch.Tensor, dtype: torch.dtype) -> None:

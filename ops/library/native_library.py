@@ -57,7 +57,6 @@ _FUNCTIONS = (
     ("ranks_fail", None, c_void_p, c_int64),
     ("ranks_lose", None, c_void_p),
     ("ranks_meet", c_int, c_void_p),
-    ("ranks_post", None, c_void_p),
     ("ranks_count", c_int64, c_void_p),
     ("ranks_word", c_void_p, c_void_p, c_int),
     ("ranks_sums", c_int, c_void_p),

@@ -217,7 +217,6 @@ CHORUS_API int chorus_ranks_state(Ranks* ranks) { return ranks->state(); }
 CHORUS_API void chorus_ranks_fail(Ranks* ranks, int64_t step) { ranks->fail(step); }
 CHORUS_API void chorus_ranks_lose(Ranks* ranks) { ranks->lose(); }
 CHORUS_API int chorus_ranks_meet(Ranks* ranks) { return ranks->meet(); }
-CHORUS_API void chorus_ranks_post(Ranks* ranks) { ranks->post(); }
 CHORUS_API int64_t chorus_ranks_count(Ranks* ranks) { return ranks->count(); }
 CHORUS_API std::atomic<int64_t>* chorus_ranks_word(Ranks* ranks, int rank) { return ranks->word(rank); }
 CHORUS_API int chorus_ranks_sums(Ranks* ranks) { return ranks->sums(); }
