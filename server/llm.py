@@ -9,10 +9,12 @@ with LLM() as llm:
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Never, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, TypeVar, Unpack, overload
 
 from ..core.model.pooling_config import PoolingConfig
 from ..core.requests.request_params import InvalidRequest
@@ -53,12 +55,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 IN_FLIGHT = 256
 """Completions in the engine at once; the others follow as these end."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 AdapterChoice = str | Sequence[str | None] | None
+
+
+def _in_loop(
+    work: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]]:
+    """The method for a program with an event loop of its own: the work is done in the engine's."""
+
+    @wraps(work)
+    async def awaited(self: LLM, *args: P.args, **options: P.kwargs) -> T:
+        return await asyncio.wrap_future(self._loop.submit(work(self, *args, **options)))
+
+    return awaited
+
+
+def _blocking(method: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[LLM, P], T]:
+    """The method of `_in_loop` for a program without an event loop. Its name lacks the `a`."""
+    work: Callable[..., Coroutine[Any, Any, T]] = inspect.unwrap(method)
+
+    @wraps(method)
+    def waited(self: LLM, *args: P.args, **options: P.kwargs) -> T:
+        return self._loop.run(work(self, *args, **options))
+
+    waited.__name__ = method.__name__.removeprefix("a")
+    return waited
 
 
 class LLM:
@@ -134,48 +161,6 @@ class LLM:
 
     # a str is a Sequence[str], too, and Python has no type for all the others
     @overload
-    def generate(  # pyright: ignore[reportOverlappingOverload]
-        self,
-        prompts: str | Mapping[str, Any] | Sequence[int],
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        stop: str | Sequence[str] = (),
-        use_tqdm: bool | None = None,
-    ) -> Completion: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params = None,
-        adapter: AdapterChoice = None,
-        *,
-        stop: str | Sequence[str] = (),
-        use_tqdm: bool | None = None,
-    ) -> list[Completion]: ...
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
-        adapter: AdapterChoice = None,
-        *,
-        stop: str | Sequence[str] = (),
-        use_tqdm: bool | None = None,
-        **unknown: Never,
-    ) -> Completion | list[Completion]:
-        """Complete one prompt, or a list of them in order.
-
-        prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
-        params, adapter: one for all prompts, or one for each; no adapter is the base model, `NAME@VERSION` an earlier
-        version. stop: texts that end a completion. use_tqdm: show a progress bar; None: for several prompts in a
-        terminal. Raises InvalidRequest, which names the prompt, for invalid values,
-        and GenerationFailed if a completion ends with an error; the other prompts are then cancelled.
-        """
-        return self._loop.run(self._generate(prompts, params, adapter, stop, use_tqdm, unknown))
-
-    @overload
     async def agenerate(  # pyright: ignore[reportOverlappingOverload]
         self,
         prompts: str | Mapping[str, Any] | Sequence[int],
@@ -197,6 +182,7 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[Completion]: ...
 
+    @_in_loop
     async def agenerate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -207,11 +193,23 @@ class LLM:
         use_tqdm: bool | None = None,
         **unknown: Never,
     ) -> Completion | list[Completion]:
-        """The same for a program with an event loop; cancelling it ends the requests."""
-        return await self._wait(self._generate(prompts, params, adapter, stop, use_tqdm, unknown))
+        """Complete one prompt, or a list of them in order. `agenerate` is for a program with an event loop: cancelling
+        it ends the requests.
+
+        prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
+        params, adapter: one for all prompts, or one for each; no adapter is the base model, `NAME@VERSION` an earlier
+        version. stop: texts that end a completion. use_tqdm: show a progress bar; None: for several prompts in a
+        terminal. Raises InvalidRequest, which names the prompt, for invalid values,
+        and GenerationFailed if a completion ends with an error; the other prompts are then cancelled.
+        """
+        given, alone = prompts_of(prompts)
+        answers = await self._all(self._asked(given, params, adapter, stop, unknown, is_chat=False), use_tqdm)
+        return answers[0] if alone else answers
+
+    generate = _blocking(agenerate)
 
     @overload
-    def chat(
+    async def achat(
         self,
         messages: Messages,
         params: SamplingParams | None = None,
@@ -222,7 +220,7 @@ class LLM:
     ) -> Completion: ...
 
     @overload
-    def chat(
+    async def achat(
         self,
         messages: Sequence[Messages],
         params: Params = None,
@@ -232,7 +230,8 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[Completion]: ...
 
-    def chat(
+    @_in_loop
+    async def achat(
         self,
         messages: Messages | Sequence[Messages],
         params: Params = None,
@@ -247,42 +246,11 @@ class LLM:
         messages: OpenAI's, with `role` and `content`. The other arguments are those of `generate`; tools are fields of
         params.
         """
-        return self._loop.run(self._chat(messages, params, adapter, stop, use_tqdm, unknown))
+        given, alone = conversations_of(messages)
+        answers = await self._all(self._asked(given, params, adapter, stop, unknown, is_chat=True), use_tqdm)
+        return answers[0] if alone else answers
 
-    @overload
-    async def achat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        stop: str | Sequence[str] = (),
-        use_tqdm: bool | None = None,
-    ) -> Completion: ...
-
-    @overload
-    async def achat(
-        self,
-        messages: Sequence[Messages],
-        params: Params = None,
-        adapter: AdapterChoice = None,
-        *,
-        stop: str | Sequence[str] = (),
-        use_tqdm: bool | None = None,
-    ) -> list[Completion]: ...
-
-    async def achat(
-        self,
-        messages: Messages | Sequence[Messages],
-        params: Params = None,
-        adapter: AdapterChoice = None,
-        *,
-        stop: str | Sequence[str] = (),
-        use_tqdm: bool | None = None,
-        **unknown: Never,
-    ) -> Completion | list[Completion]:
-        """The same for a program with an event loop; cancelling it ends the requests."""
-        return await self._wait(self._chat(messages, params, adapter, stop, use_tqdm, unknown))
+    chat = _blocking(achat)
 
     def embed(
         self,
@@ -294,15 +262,14 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
     ) -> Embedding | list[Embedding]:
         """Vectors of prompts: one for a prompt, a list for a list. Keywords are those of POST /v1/embeddings."""
-        given, alone = prompts_of(prompts)
-        adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
-        fields = {
-            "dimensions": dimensions,
-            "normalize": normalize,
-            "truncate_prompt_tokens": truncate_prompt_tokens,
-        }
-        found = self._loop.run(self._asking.embed(given, adapters, fields))
-        return found[0] if alone else found
+        return self._pooled(
+            self._asking.embed,
+            prompts,
+            adapter,
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
 
     def classify(
         self,
@@ -313,11 +280,8 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
     ) -> Classification | list[Classification]:
         """Classes of prompts by a head: one for a prompt, a list for a list. Keywords are those of POST /classify."""
-        given, alone = prompts_of(prompts)
-        adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
         fields = {"use_activation": use_activation, "truncate_prompt_tokens": truncate_prompt_tokens}
-        found = self._loop.run(self._asking.classify(given, adapters, fields))
-        return found[0] if alone else found
+        return self._pooled(self._asking.classify, prompts, adapter, **fields)
 
     def score(
         self,
@@ -490,31 +454,17 @@ class LLM:
 
     # -- common
 
-    async def _generate(
+    def _pooled(
         self,
-        prompts: Any,
-        params: Any,
-        adapter: Any,
-        stop: Any,
-        use_tqdm: Any,
-        unknown: Mapping[str, Any],
-    ) -> Completion | list[Completion]:
+        ask: Callable[[Sequence[Any], Sequence[str | None], Mapping[str, Any]], Coroutine[Any, Any, list[T]]],
+        prompts: Prompt | Sequence[Prompt],
+        adapter: AdapterChoice,
+        **fields: Any,
+    ) -> T | list[T]:
         given, alone = prompts_of(prompts)
-        answers = await self._all(self._asked(given, params, adapter, stop, unknown, is_chat=False), use_tqdm)
-        return answers[0] if alone else answers
-
-    async def _chat(
-        self,
-        messages: Any,
-        params: Any,
-        adapter: Any,
-        stop: Any,
-        use_tqdm: Any,
-        unknown: Mapping[str, Any],
-    ) -> Completion | list[Completion]:
-        given, alone = conversations_of(messages)
-        answers = await self._all(self._asked(given, params, adapter, stop, unknown, is_chat=True), use_tqdm)
-        return answers[0] if alone else answers
+        adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
+        found = self._loop.run(ask(given, adapters, fields))
+        return found[0] if alone else found
 
     async def _all(self, asked: Sequence[PromptRequest], use_tqdm: Any) -> list[Completion]:
         with progress_bar(len(asked), use_tqdm, "prompts") as advance:
@@ -540,9 +490,6 @@ class LLM:
             raise InvalidRequest("n", f"n is {one.params.n}, but a stream has one completion; leave n out")
         ended: list[Completion] = []
         return Stream(self._loop, self._asking.pieces(one, ended), ended)
-
-    async def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self._loop.submit(work))
 
     def _of_known(self, name: str, act: Callable[[], T]) -> T:
         """The result of `act`; raises UnknownAdapter with the most similar name."""

@@ -6,11 +6,13 @@ tests/core/executors/test_host_waits.py.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -30,6 +32,18 @@ from ...ops.cpu import native_reader
 from ..config import MOST_GPU_RANK
 from ..model.lora.lora_state_cuda import MAX_PARTS
 from ..model.specs.config import ModelConfig
+
+
+@dataclass(slots=True)
+class Coming:
+    """An adapter being copied into its pages."""
+
+    image: HostImage
+    layout: AdapterLayout
+    began: float
+    """When its copy began, as `time.monotonic` has it."""
+    is_counted: bool = False
+    """True once a step has started with it."""
 
 
 class ModelAdapters:
@@ -59,6 +73,8 @@ class ModelAdapters:
         self.dma = open_dma(arena.pages, pinned_bytes, failure=failure)
         self._open_rows = open_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
+        self.coming: WeakKeyDictionary[Transfer, Coming] = WeakKeyDictionary()
+        """The adapters whose copies were still running when `load` returned."""
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         return inspect_adapter(path, self._config.module_paths, roots)
@@ -87,9 +103,13 @@ class ModelAdapters:
         self.dma.buffers.keep_within(room)
 
     def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        began = time.monotonic()
         with self._scope():
             transfer = self.dma.copies.start(image, layout, pages)
-            return None if transfer.is_done() else transfer
+            if transfer.is_done():
+                return None
+            self.coming[transfer] = Coming(image, layout, began)
+            return transfer
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer:
         """Like `place`, but always return a transfer."""

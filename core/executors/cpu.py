@@ -64,7 +64,7 @@ from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_ru
 from .adapters import ModelAdapters
 from .base import ModelExecutor
 from .cpu_setup import cpu_pages, cpu_threads, of_torch, torch_gemms, use_native, weight_bytes
-from .lora_offload import LoraOffload, OffloadAdapters
+from .lora_offload import LoraOffload
 from .swaps import PageSwaps
 
 A = TypeVar("A", bound=RowPlan)
@@ -98,13 +98,8 @@ class CpuExecutor(ModelExecutor):
                     f"offload_workers is {config.offload_workers}, but steps run on torch's operators; "
                     "set it to 0, or use cpu_kernels 'native'"
                 )
-            self._offload = LoraOffload(config, self.config, self.layout.page_elems, dtype)
-            self._offload.use_adapters(OffloadAdapters(self.config, self.arena, dtype, base=self.base_weights))
-        self.adapters = (
-            self._offload.adapters
-            if self._offload
-            else ModelAdapters(self.config, self.arena, dtype, base=self.base_weights)
-        )
+            self._offload = LoraOffload(config, self.config, dtype)
+        self.adapters = ModelAdapters(self.config, self.arena, dtype, base=self.base_weights)
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         sizes = DecodeBuckets(config.max_num_seqs, most_logits(config)).sizes
@@ -126,7 +121,8 @@ class CpuExecutor(ModelExecutor):
                 )
                 torch.set_num_threads(1)  # the native decoder does the work; torch's threads would only spin
                 if self._offload is not None:
-                    self._offload.join()
+                    self._offload.adapters = self.adapters
+                    self._offload.measure()
                     self.cold_starts = self._offload.starts
                 self.steps = NativeSteps(decoder, *setup, samples=shard.size == 1, offload=self._offload)
             else:

@@ -47,7 +47,7 @@ from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor
 from .cuda_float8_gemms import check_float8_gemms
-from .cuda_lora_offload import CudaLoraOffload, CudaOffloadAdapters
+from .cuda_lora_offload import CudaLoraOffload
 from .cuda_merged import CudaShadow
 from .cuda_outputs import Outputs
 from .cuda_rank_memory import DeviceRankContext
@@ -196,7 +196,8 @@ class CudaExecutor(CudaShapes):
                     self.shadow.capture_ahead(steps.merged_graphs, steps.merged_pieces)
             self._device.synchronize()
             if self._offload is not None:
-                self._offload.join()
+                self._offload.adapters = self.adapters
+                self._offload.measure()
                 self.cold_starts = self._offload.starts
                 self.steps.lora.offloading = self._offload.offload
 
@@ -278,24 +279,13 @@ class CudaExecutor(CudaShapes):
                     f"offload_workers is {self._config.offload_workers}, but exchanges need CuPy; set it to 0, or "
                     f"install CuPy: {error}"
                 ) from error
-        return CudaLoraOffload(
-            self._config,
-            self.config,
-            page_elems=self.layout.page_elems,
-            dtype=self._dtype,
-            device=self._device,
-            driver=driver,
-        )
+        return CudaLoraOffload(self._config, self.config, self._dtype, self._device, driver)
 
     def _open_adapters(self) -> CudaAdapters:
         config = self._config
         of_arena = self.config, self.arena, self._dtype, self._watched, self._device.failure, config.max_lora_rank
-        if self._offload is None:
-            # TP ranks use the images of the first process instead
-            adapters = CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)
-        else:
-            adapters = CudaOffloadAdapters(*of_arena, 0)
-            self._offload.use_adapters(adapters)
+        # TP ranks use the images of the first process instead
+        adapters = CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)
         adapters.base = self.base_weights
         return adapters
 
@@ -415,7 +405,7 @@ class _Started:
     """Waits for the tokens; None before the sampling is launched."""
     _accept: Callable[[StepResult], None] | None
     """See `accept_drafts`; None for a step without drafts."""
-    _end: Callable[[], list[str]] | None
+    _end: Callable[[], None] | None
     """See `CudaLoraOffload.end`; None without offload workers."""
 
     def sample(self) -> None:
@@ -430,7 +420,9 @@ class _Started:
             result = self._read()
         if self._accept is not None:
             self._accept(result)
-        for request_id in self._late if self._end is None else [*self._late, *self._end()]:
+        if self._end is not None:
+            self._end()
+        for request_id in self._late:
             result.retract(request_id)
         return result
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import time
 from collections.abc import Sequence
 
 import torch
@@ -24,13 +23,13 @@ import torch
 from ...memory.transfers.cuda_driver import CupyDriver
 from ...ops.cpu.lora_offload import exchanges_at, gemm_widths, input_dtype, row_elems
 from ...ops.library.native_descriptors import GemmShape
-from ...ops.ranks.ranks import Ranks, RanksLost
+from ...ops.ranks.ranks import Ranks
 
 _MASK = 0xFFFFFFFF
 
 
 class CudaExchange:
-    """The GPU's side of exchanges. One thread at a time may use it; another may call `is_stuck` and `give_up`."""
+    """The GPU's side of exchanges. One thread at a time may use it."""
 
     def __init__(
         self,
@@ -50,12 +49,7 @@ class CudaExchange:
         self._y_elems = [row_elems(torch.float32, width) for _, width in self._widths]
         self._x = torch.zeros(most_rows * max(self._x_elems), dtype=inputs, device=device)
         self._y = torch.zeros(most_rows * max(self._y_elems), device=device)
-        self._words = [ctypes.c_int64.from_address(ranks.word(rank)) for rank in range(ranks.size)]
-        self._number = 0  # of the last collective launched
-        self._seen: list[int] = []  # the words when they were last checked
-        self._moved = 0.0  # when the words last changed
-        self.is_given_up = False
-        """LoRA terms that came back since then are void."""
+        self._word = ctypes.c_int64.from_address(ranks.word(0))
 
     def input_rows(self, shape: int, rows: int) -> torch.Tensor:
         """Rows `[rows, in]` on the device, to be written before they are offloaded."""
@@ -74,8 +68,7 @@ class CudaExchange:
         asked["active"][list(active)] = 1
         number = ranks.count()
         if ranks.num_sums == 1:
-            self._words[0].value = number - 1  # the stream writes only the lower half
-        self._number = number
+            self._word.value = number - 1  # the stream writes only the lower half
         num_bytes = rows * self._x_elems[shape] * self._x.itemsize
         driver.memcpy_async(ranks.part(0), self._x.data_ptr(), num_bytes, False, stream)
         driver.write_value(stream, ranks.word(0), number & _MASK)
@@ -86,7 +79,7 @@ class CudaExchange:
         share: see `OffloadedSegments`.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
-        self._number = number = ranks.count()
+        number = ranks.count()
         driver.write_value(stream, ranks.word(0), number & _MASK)
         for rank in range(1, ranks.size):
             driver.wait_value(stream, ranks.word(rank), number & _MASK)
@@ -97,26 +90,3 @@ class CudaExchange:
                 target = self._y.data_ptr() + begin * row_bytes
                 driver.memcpy_async(target, ranks.part(rank), (end - begin) * row_bytes, True, stream)
         return self._y[: share[-1] * elems].view(share[-1], elems)[:, : self._widths[shape][1]]
-
-    def is_stuck(self, patience: float) -> bool:
-        """True if the device waits for a worker that has ended, or no launched exchange has progressed for `patience`
-        seconds.
-
-        It must be called repeatedly.
-        """
-        words, now = [word.value for word in self._words], time.monotonic()
-        if words != self._seen or min(words) >= self._number:
-            self._seen, self._moved = words, now
-        if min(words) >= self._number:
-            return False
-        try:
-            self._ranks.check()
-        except RanksLost:
-            return True
-        return now - self._moved > patience
-
-    def give_up(self) -> None:
-        """Make the device stop waiting for the workers. Call it when all of them have ended."""
-        self.is_given_up = True
-        for word in self._words[1:]:
-            word.value = self._number

@@ -1,8 +1,7 @@
 """CPU LoRA offload of steps on a GPU: the GPU's side of `lora_offload`.
 
 The host launches a step's layers before the device has computed them. Therefore a step offloads the layers that are not
-in their pages when the host launches them. Only the device waits for the offload workers. If they end, a host thread
-ends that wait, and the offloaded rows are void.
+in their pages when the host launches them. Only the device waits for the offload workers.
 
 Tests: tests/core/executors/test_cuda_lora_offload.py
 """
@@ -10,7 +9,6 @@ Tests: tests/core/executors/test_cuda_lora_offload.py
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,17 +20,14 @@ from ...graphs.device import CudaDevice
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.projections import Projections
 from ...memory.transfers.cuda_driver import CupyDriver
-from ...memory.transfers.transfer import ExecutorLost
 from ...ops.cpu.lora_offload import OffloadedSegments
 from ...ops.lora.sgmv import AdapterRows, Segments
 from ...ops.lora.sgmv_tables import SgmvTables
-from ...ops.ranks.ranks import RanksLost, StepGivenUp
 from ..config import EngineConfig
 from ..model.specs.config import ModelConfig
 from ..requests.types import StepPlan
-from .adapters import CudaAdapters
 from .cuda_exchange import CudaExchange
-from .lora_offload import PATIENCE_SECONDS, LoraOffload, OffloadAdapters, layers_at
+from .lora_offload import LoraOffload, layers_at
 
 T = TypeVar("T")
 
@@ -40,40 +35,21 @@ T = TypeVar("T")
 #: memory has room for each worker's rows of the widest projections, twice.
 MOST_ROWS = 512
 
-#: Seconds between two checks of whether the device waits in vain.
-_LOOK_SECONDS = 0.05
-
-
-class CudaOffloadAdapters(OffloadAdapters, CudaAdapters):
-    """A GPU's adapters, in memory that the offload workers share."""
-
 
 class CudaLoraOffload(LoraOffload):
     """The offload workers of a GPU executor. One step at a time offloads rows, and one thread at a time may use it."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model: ModelConfig,
-        page_elems: int,
-        dtype: torch.dtype,
-        device: CudaDevice,
-        driver: CupyDriver,
+        self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: CudaDevice, driver: CupyDriver
     ) -> None:
-        super().__init__(
-            config,
-            model,
-            page_elems=page_elems,
-            dtype=dtype,
-            most_rows=min(MOST_ROWS, config.max_num_batched_tokens),
-            pinning=driver,
-        )
-        self._device = device
+        super().__init__(config, model, dtype, min(MOST_ROWS, config.max_num_batched_tokens), is_woken=False)
+        self._device, self._driver = device, driver
+        driver.pin(self._workers.address, len(self._workers.memory))
         self._exchange = CudaExchange(
-            ranks=self._ranks,
-            exchanges=self._memory.exchanges,
+            ranks=self._workers.ranks,
+            exchanges=self._workers.exchanges,
             driver=driver,
-            gemm_shapes=self._gemm_shapes,
+            gemm_shapes=self._projections.gemm_shapes,
             dtype=dtype,
             most_rows=self._most_rows,
             device=device.torch_device,
@@ -81,14 +57,6 @@ class CudaLoraOffload(LoraOffload):
         self._uses = _uses(model.projections)
         self._plan: StepPlan | None = None  # of the step in flight
         self._step_offload: CudaStepOffload | None = None  # of the step in flight
-        self._ended: ExecutorLost | None = None  # why an offload worker has ended
-        self._is_closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="chorus-offload workers", daemon=True)
-
-    def join(self) -> None:
-        self._processes.watch(self._note_end)
-        self._watcher.start()
-        super().join()
 
     def launch(self, forward: Callable[[], T], plan: StepPlan) -> T:
         """Launch a step; call `end` once its tokens are back, or never.
@@ -122,21 +90,15 @@ class CudaLoraOffload(LoraOffload):
             )
         return self._step_offload
 
-    def end(self, plan: StepPlan) -> list[str]:
-        """End a launched step that the device has completed; return the requests with void rows."""
-        if plan is not self._plan:
-            return []
-        self._plan, step_offload, self._step_offload = None, self._step_offload, None
-        self.end_step(plan)
-        if step_offload is None or not self._exchange.is_given_up:
-            return []
-        return [row.request_id for row in plan.sequences if row.lora_index in step_offload.offloaded_indices]
+    def end(self, plan: StepPlan) -> None:
+        """End a launched step that the device has completed."""
+        if plan is self._plan:
+            self._plan = self._step_offload = None
+            self.end_step(plan)
 
     def close(self) -> None:
-        self._is_closed.set()
-        if self._watcher.is_alive():
-            self._watcher.join()
         super().close()
+        self._driver.unpin(self._workers.address)
 
     def _abandon(self) -> None:
         """End a step whose tokens are not needed, or that another step follows."""
@@ -158,19 +120,6 @@ class CudaLoraOffload(LoraOffload):
             self._exchange.offload(0, 0, [0], len(x))
             self._exchange.collect(0, share)
             self._device.synchronize()
-
-    def _note_end(self, error: ExecutorLost) -> None:
-        self._ended = error
-
-    def _watch(self) -> None:
-        """Release the device when it waits for offload workers in vain; runs on its own thread."""
-        while not self._is_closed.wait(_LOOK_SECONDS):
-            if self._exchange.is_stuck(PATIENCE_SECONDS):
-                self._processes.close()
-                self._exchange.give_up()
-                self._give_up(
-                    self._ended or ExecutorLost(f"the offload workers kept the GPU waiting for {PATIENCE_SECONDS:g} s")
-                )
 
 
 def _uses(projections: Projections) -> list[tuple[int, int, list[int]]]:
@@ -204,16 +153,12 @@ class CudaStepOffload:
             self._of_slot[lora_indices[entry]].append(index)
         self._active: defaultdict[int, list[int]] = defaultdict(list)  # indices of the offloaded segments, by layer
         self._under_way: list[int] = []  # of the GEMM being offloaded
-        self.offloaded_indices: set[int] = set()
         offloaded.layers = self._layers = [0] * len(offloaded.entries)
 
     def takes(self, lora_index: int, layer: int) -> bool:
         own, offloaded = self._of_slot.get(lora_index), self._offloaded
-        if not own or not self._is_well():
+        if not own or layers_at(self._ready[own[0]]) > layer or layers_at(offloaded.image_ready[own[0]]) <= layer:
             return False
-        if layers_at(self._ready[own[0]]) > layer or layers_at(offloaded.image_ready[own[0]]) <= layer:
-            return False
-        self.offloaded_indices.add(lora_index)
         for index in own:
             if self._rows[index].first_elem[layer] >= 0:
                 self._tables.leave_out(self._rows[index], layer)
@@ -243,10 +188,3 @@ class CudaStepOffload:
 
     def _changes(self, rows: AdapterRows, shape: int) -> bool:
         return any(rows.b_offset[module] >= 0 for module, _, _ in self._gemm_shapes[shape].modules)
-
-    def _is_well(self) -> bool:
-        try:
-            self._offloaded.ranks.check()
-        except (RanksLost, StepGivenUp):
-            return False
-        return True

@@ -111,7 +111,6 @@ class ArenaCopies:
         self._num_pages = arenas[0].num_pages
         self._counts = counts
         self._free_counts = list(range(len(counts)))
-        self._used_counts: weakref.WeakKeyDictionary[Transfer, int] = weakref.WeakKeyDictionary()
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> HostTransfer:
         check_pages(pages, layout.num_pages, self._num_pages)
@@ -120,7 +119,6 @@ class ArenaCopies:
         at = self._free_counts.pop()
         self._counts[at] = 0
         transfer = HostTransfer(self, image, layout, pages, LayerStream(self._counts[at : at + 1]))
-        self._used_counts[transfer] = at
         weakref.finalize(transfer, self._free_counts.append, at).atexit = False
         return transfer
 
@@ -141,7 +139,7 @@ class ArenaCopies:
 
     def count_of(self, transfer: Transfer) -> int:
         """Index, in the ranks' memory, of the transfer's count of arrived layers."""
-        return self._used_counts[transfer]
+        return (transfer.address - self._counts.ctypes.data) // self._counts.itemsize
 
     def advance(self) -> None:
         """Does nothing: readers issue copies as layers come."""

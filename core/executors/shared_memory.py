@@ -1,6 +1,6 @@
 """Memory shared by an executor's processes: their collectives, and arenas or images of adapters.
 
-Tests: tests/core/executors/test_ranks.py, tests/core/executors/test_lora_offload.py
+Tests: tests/core/executors/test_ranks.py, tests/core/executors/test_cuda_ranks.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...memory.transfers.pinned import Extents
-from ...ops.ranks.ranks import SPINNING_SECONDS, Ranks
+from ...ops.ranks.ranks import Ranks
 
 #: The least size of the room for images.
 LEAST_IMAGE_BYTES = 64 << 20
@@ -48,8 +48,6 @@ class MemoryLayout:
     """Further bytes that all processes see."""
     room_bytes: int
     """Bytes after those, for arenas or images."""
-    is_woken: bool = True
-    """True if rank 0 wakes the others. A device can't, so then they never sleep within a step."""
 
     @property
     def first_more(self) -> int:
@@ -71,16 +69,13 @@ class SharedMemory:
     """The mapped memory of an open file of `layout.num_bytes`; images are cut from chunks of `allocate`."""
 
     def __init__(self, fd: int, layout: MemoryLayout, pinning: Pinning | None = None) -> None:
-        """pinning: of the device that copies images from here and, if it is rank 0, exchanges rows."""
+        """pinning: of the device that copies images from here."""
         self.layout, self._pinning = layout, pinning
         self._mapping = mmap.mmap(fd, layout.num_bytes)
         self._bytes = np.frombuffer(self._mapping, np.uint8)
         self._free = Extents(layout.room_bytes)
         self.chunks: dict[int, int] = {}
         """Size of each chunk, by its first byte."""
-        self._pinned_exchange = None if layout.is_woken else pinning
-        if self._pinned_exchange is not None:
-            self._pinned_exchange.pin(self.address(0), layout.first_room)
 
     @staticmethod
     def create(layout: MemoryLayout) -> int:
@@ -91,15 +86,7 @@ class SharedMemory:
 
     def ranks(self, rank: int, seconds: float) -> Ranks:
         """See `Ranks`."""
-        spinning = SPINNING_SECONDS if self.layout.is_woken else seconds
-        return Ranks(
-            self._mapping,
-            rank=rank,
-            size=self.layout.size,
-            floats=self.layout.floats,
-            seconds=seconds,
-            spinning=spinning,
-        )
+        return Ranks(self._mapping, rank, self.layout.size, self.layout.floats, seconds)
 
     def more(self, dtype: type[np.generic]) -> np.ndarray:
         """The `more_bytes`, flat."""
@@ -109,11 +96,6 @@ class SharedMemory:
     def tensor(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """View a tensor at a byte offset: another process's image, or an arena."""
         return torch.frombuffer(self._mapping, dtype=dtype, count=shape[0] * shape[1], offset=offset).view(shape)
-
-    @property
-    def exchanges(self) -> int:
-        """Address of the exchange requests, see `OffloadedSegments`."""
-        return self.address(self.layout.first_more)
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Allocate bytes for images, freed when nothing references them. Raises MemoryError if none are left."""
@@ -140,11 +122,6 @@ class SharedMemory:
 
     def trim(self) -> None:
         """Does nothing: unreferenced memory is already free."""
-
-    def close(self) -> None:
-        """End exchanges. Images stay valid while something references them."""
-        if self._pinned_exchange is not None:
-            self._pinned_exchange.unpin(self.address(0))
 
     def address(self, offset: int) -> int:
         """Address of a byte."""

@@ -1,7 +1,7 @@
 """CPU LoRA offload: LoRA terms of a step that offload workers compute (`native/offload.h`), from adapters' images.
 
-The base model's process sends rows through shared memory, layer by layer; each offload worker computes a share of them
-until the step ends.
+The base model sends rows, layer by layer; each offload worker, a thread of the library, computes a share of them until
+the step ends.
 
 Tests: tests/core/executors/test_lora_offload.py
 """
@@ -9,6 +9,8 @@ Tests: tests/core/executors/test_lora_offload.py
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
@@ -19,10 +21,9 @@ import torch
 
 from ..library.described_adapters import described
 from ..library.native_descriptors import ELEMENT_OF, GemmShape, described_gemm_shapes
-from ..library.native_layout import layout_of
-from ..library.native_library import library, native_layout, required
+from ..library.native_library import native_layout, required
 from ..lora.sgmv import AdapterRows, Segments
-from ..ranks.ranks import Ranks
+from ..ranks.ranks import SPINNING_SECONDS, Ranks
 
 
 def exchanges_bytes() -> int:
@@ -111,62 +112,80 @@ class OffloadTables:
         self._offloaded.layers = list(self._layers)
 
 
-class OffloadWorker:
-    """Computes a share of the offloaded rows of each step, in its own process. gemm_shapes: of the model's layers."""
+class OffloadWorkers:
+    """The library's offload workers: threads that sleep between steps. One thread at a time may use them."""
 
-    def __init__(self, gemm_shapes: Sequence[GemmShape], dtype: torch.dtype) -> None:
-        self._library = found = required()
-        self._layout, self._gemm_shapes = layout_of(found), described_gemm_shapes(gemm_shapes)
-        self._handle = found.chorus_offload_create(ELEMENT_OF[dtype])
-
-    def serve(
+    def __init__(
         self,
-        ranks: Ranks,
-        rows: Sequence[AdapterRows],
-        row: Sequence[int],
-        share: tuple[int, int],
-        images: Sequence[int],
-        page_elems: int,
-        exchanges: int,
+        gemm_shapes: Sequence[GemmShape],
+        dtype: torch.dtype,
+        most_rows: int,
+        cpus: Sequence[int | None],
+        *,
+        is_woken: bool = True,
     ) -> None:
-        """Compute until rank 0 ends the step.
+        """gemm_shapes, dtype: of the model's layers. most_rows: the most that a step sends. cpus: the processor of each
+        worker; None: any. is_woken: False if rank 0 is a device, which wakes nobody: workers don't sleep in its steps.
+        """
+        self._library = found = required()
+        size, floats = 1 + len(cpus), exchange_floats(gemm_shapes, most_rows)
+        self.memory = mmap.mmap(-1, Ranks.num_bytes(size, floats))
+        """Memory of the exchanged rows."""
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        """Its address."""
+        self.ranks = Ranks(self.memory, 0, size, floats, math.inf, SPINNING_SECONDS if is_woken else math.inf)
+        """Rank 0."""
+        self._exchanges = mmap.mmap(-1, exchanges_bytes())
+        self.exchanges = ctypes.addressof(ctypes.c_char.from_buffer(self._exchanges))
+        """See `OffloadedSegments`."""
+        self._gemm_shapes = described_gemm_shapes(gemm_shapes)
+        numbers = (c_int32 * len(cpus))(*(-1 if cpu is None else cpu for cpu in cpus))
+        self._handle = found.chorus_offload_create(ELEMENT_OF[dtype], self.ranks.handle, numbers)
+        self._kept: Any = None
 
-        row, exchanges: see `OffloadedSegments`. share: its first row and the end of its rows. images: address of each
-        adapter's image, into which `pages` are indices.
+    def begin(self, rows: Sequence[AdapterRows], row: Sequence[int], share: Sequence[int], images: Any) -> None:
+        """Begin a step, whose rows may follow.
+
+        rows: of the offloaded segments, with `pages` of their images. row, share: see `OffloadedSegments`. images: each
+        segment's, `[pages, page_elems]`.
         """
         count = len(rows)
         own = [described(each) for each in rows]
         tables = (
             (c_int32 * (count + 1))(*row),
+            (c_int32 * len(share))(*share),
             (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
-            (c_void_p * count)(*images),
+            (c_void_p * count)(*(image.data_ptr() for image in images)),
         )
-        descriptor = self._layout.filled(
-            "OffloadWorkerDesc",
+        descriptor = native_layout().filled(
+            "OffloadWorkersDesc",
             num_gemm_shapes=len(self._gemm_shapes),
-            first=share[0],
-            last=share[1],
             count=count,
-            page_elems=page_elems,
+            page_elems=images[0].shape[1],
             gemm_shapes=ctypes.addressof(self._gemm_shapes),
-            row=ctypes.addressof(tables[0]),
-            adapters=ctypes.addressof(tables[1]),
-            images=ctypes.addressof(tables[2]),
-            exchanges=exchanges,
+            exchanges=self.exchanges,
+            **dict(zip(("row", "share", "adapters", "images"), map(ctypes.addressof, tables), strict=True)),
         )
-        self._library.chorus_offload_serve(self._handle, ranks.handle, ctypes.addressof(descriptor))
+        self._kept = descriptor, tables, own, images  # until the step ends, whatever becomes of the adapters
+        self._library.chorus_offload_begin(self._handle, ctypes.addressof(descriptor))
 
-    def __del__(self) -> None:
+    def end(self) -> None:
+        """End the step: all workers have left it when this returns."""
+        self._library.chorus_offload_end(self._handle)
+        self._kept = None
+
+    def close(self) -> None:
+        """End the threads."""
         if getattr(self, "_handle", None):
             self._library.chorus_offload_destroy(self._handle)
             self._handle = None
 
+    def __del__(self) -> None:
+        self.close()
+
 
 def exchange_floats(gemm_shapes: Sequence[GemmShape], tokens: int) -> int:
-    """Float32 values of memory that a process needs for `tokens` rows of x or of LoRA terms. See `Ranks`."""
-    found = library()
-    if found is None:
-        return 0
+    """Float32 values of memory that a rank needs for `tokens` rows of x or of LoRA terms. See `Ranks`."""
     return tokens * row_elems(torch.float32, max(map(max, gemm_widths(gemm_shapes))))
 
 
@@ -177,15 +196,13 @@ def gemm_widths(gemm_shapes: Sequence[GemmShape]) -> list[tuple[int, int]]:
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which rows are sent, for a model in `dtype`."""
-    found = library()
-    is_wide = found is None or found.chorus_offload_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
+    is_wide = required().chorus_offload_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
     return torch.float32 if is_wide else dtype
 
 
 def row_elems(dtype: torch.dtype, width: int) -> int:
     """Elements from one sent row of `width` elements to the next."""
-    found = library()
-    return width if found is None else found.chorus_offload_row(ELEMENT_OF[dtype], width)
+    return required().chorus_offload_row(ELEMENT_OF[dtype], width)
 
 
 def post_exchange(ranks: Ranks, exchanges: int, x: torch.Tensor, dtype: torch.dtype) -> None:

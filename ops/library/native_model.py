@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from ctypes import Array
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -115,22 +114,12 @@ class LayerMixture(NamedTuple):
     """The shared expert beside experts of latents, as a mixture of its own."""
 
 
-class NativeMixer(StrEnum):
-    """A recurrent mixer, by its name in the library."""
-
-    DELTA = "kDelta"
-    SHORT_CONV = "kShortConv"
-    MAMBA2 = "kMamba2"
-    RG_LRU = "kRgLru"
-    MAMBA1 = "kMamba1"
-    HEADED_SCAN = "kHeadedScan"
-
-
 @dataclass(frozen=True, slots=True)
 class NativeShape:
     """Shapes of a recurrent mixer, by the names of its `DeltaShape`."""
 
-    mixer: NativeMixer
+    mixer: str
+    """Its kind's name in the library."""
     k_heads: int
     v_heads: int
     k_dim: int

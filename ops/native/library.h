@@ -217,7 +217,6 @@ CHORUS_API int chorus_ranks_state(Ranks* ranks) { return ranks->state(); }
 CHORUS_API void chorus_ranks_fail(Ranks* ranks, int64_t step) { ranks->fail(step); }
 CHORUS_API void chorus_ranks_lose(Ranks* ranks) { ranks->lose(); }
 CHORUS_API int chorus_ranks_meet(Ranks* ranks) { return ranks->meet(); }
-CHORUS_API void chorus_ranks_post(Ranks* ranks) { ranks->post(); }
 CHORUS_API int64_t chorus_ranks_count(Ranks* ranks) { return ranks->count(); }
 CHORUS_API std::atomic<int64_t>* chorus_ranks_word(Ranks* ranks, int rank) { return ranks->word(rank); }
 CHORUS_API int chorus_ranks_sums(Ranks* ranks) { return ranks->sums(); }
@@ -249,20 +248,17 @@ CHORUS_API void chorus_offload_post(Ranks* ranks, Exchange* exchanges, Element e
     with_type(element, [&](auto zero) { post_exchange<decltype(zero)>(*ranks, exchanges, x, rows, (int)k); });
 }
 
-// Make an offload worker. element: of the model, kF32 or kBF16.
-CHORUS_API AnyOffloadWorker* chorus_offload_create(Element element) {
-    return with_type(element, [](auto zero) -> AnyOffloadWorker* { return new OffloadWorker<decltype(zero)>; });
+// Make all offload workers. element: of the model, kF32 or kBF16; ranks, cpus: see OffloadWorkers.
+CHORUS_API AnyOffloadWorkers* chorus_offload_create(Element element, Ranks* ranks, const int32_t* cpus) {
+    return with_type(element, [&](auto zero) -> AnyOffloadWorkers* {
+        return new OffloadWorkers<decltype(zero)>(*ranks, cpus);
+    });
 }
-
-// Compute a share of a step's exchanges until rank 0 ends the step.
-//
-//   worker  that computes
-//   ranks   with its number
-//   desc    must outlive the call
-CHORUS_API void chorus_offload_serve(AnyOffloadWorker* worker, Ranks* ranks, const OffloadWorkerDesc* desc) {
-    worker->serve(*ranks, *desc);
+CHORUS_API void chorus_offload_begin(AnyOffloadWorkers* workers, const OffloadWorkersDesc* desc) {
+    workers->begin(*desc);
 }
-CHORUS_API void chorus_offload_destroy(AnyOffloadWorker* worker) { delete worker; }
+CHORUS_API void chorus_offload_end(AnyOffloadWorkers* workers) { workers->end(); }
+CHORUS_API void chorus_offload_destroy(AnyOffloadWorkers* workers) { delete workers; }
 
 // Open the rows of a file, group by group; see FileRows, as of the functions below.
 //

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ..library.native_library import library
+from ..library.native_library import library, required
 
 #: About the time that waking a rank takes.
 SPINNING_SECONDS = 50e-6
@@ -68,11 +68,8 @@ class Ranks:
     def __init__(
         self, memory: mmap.mmap, rank: int, size: int, floats: int, seconds: float, spinning: float = SPINNING_SECONDS
     ) -> None:
-        found = library()
-        if found is None:
-            raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
         self.rank, self.size = rank, size
-        self._library = found
+        self._library = found = required()
         self._memory = ctypes.c_char.from_buffer(memory)  # stays mapped as long
         self.handle = found.chorus_ranks_create(ctypes.addressof(self._memory), rank, size, floats, seconds, spinning)
 
@@ -109,10 +106,6 @@ class Ranks:
     def meet(self) -> None:
         """Wait until all ranks have written their parts of a collective. Raises StepGivenUp and RanksLost."""
         self._check(self._library.chorus_ranks_meet(self.handle))
-
-    def post(self) -> None:
-        """Announce that this rank's part is written, without waiting for the others."""
-        self._library.chorus_ranks_post(self.handle)
 
     def count(self) -> int:
         """Count the next collective of a rank that is a device, and return its number.

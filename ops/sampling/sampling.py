@@ -25,9 +25,6 @@ _BLOCK = 128  # masses that are summed before a running sum; vocabularies are of
 #: Number of largest logits that top_p examines first, and the factor by which it grows if they are not enough.
 FIRST_WIDTH, WIDER = 512, 16
 
-#: Returned instead of a token if `sample` was given too small a width.
-UNDECIDED = -2
-
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends only on (seed, position): SplitMix64 of the pair.
@@ -94,13 +91,7 @@ class TorchSampling:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]) -> list[int]:
         """Sample a token for each of `rows` of the logits; -1 if no logit is above -inf, or one is NaN or +inf."""
-        tokens, left, width = [UNDECIDED] * len(rows), range(len(rows)), FIRST_WIDTH
-        while left:
-            found = sample(pick(logits, [rows[i] for i in left]), [row_params[i] for i in left], width).tolist()
-            for i, token in zip(left, found, strict=True):
-                tokens[i] = token
-            left, width = [i for i in left if tokens[i] == UNDECIDED], width * WIDER
-        return tokens
+        return sample(pick(logits, rows), row_params).tolist()
 
     def row_logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
@@ -190,14 +181,13 @@ def sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width:
     """Sample one token per row by inverse transform sampling over the kept tokens in vocabulary order; nothing is
     sorted.
 
-    logits: `[rows, vocab]`, any dtype. The host never waits for their device. temperature 0 is greedy. min_p applies to
-    the tempered distribution, then top_k, then top_p to the renormalised rest (as in vLLM); among equal logits the
-    first are kept. Vocabulary order is used instead of probability order, so nearly equal logits can't swap places
-    between batches. Masses are float64, so an exponential that differs in its last bit, as on other devices, still
-    gives the same token.
+    logits: `[rows, vocab]`, any dtype. temperature 0 is greedy. min_p applies to the tempered distribution, then top_k,
+    then top_p to the renormalised rest (as in vLLM); among equal logits the first are kept. Vocabulary order is used
+    instead of probability order, so nearly equal logits can't swap places between batches. Masses are float64, so an
+    exponential that differs in its last bit, as on other devices, still gives the same token. The host waits for the
+    logits' device for top_p alone: of its rows the `width` largest logits are examined first, then WIDER times as many.
 
-    Returns -1 if no logit is above -inf, or one is NaN or +inf. Returns UNDECIDED if top_p keeps `width` tokens or
-    more: then call it again with WIDER times as many.
+    Returns -1 if no logit is above -inf, or one is NaN or +inf.
     """
     step = _slice_rows(logits.shape[1])
     parts = [_sample(part, row_params[i * step : (i + 1) * step], width) for i, part in enumerate(logits.split(step))]
@@ -242,18 +232,12 @@ def _sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width
         x = pick(logits, sampled)
         mass = x.double().sub_(pick(most, sampled).double()[:, None]).mul_(inverse[:, None])
         mass.masked_fill_(mass < _NO_MASS, -torch.inf)
-        enough = None
         if cut := [j for j, row in enumerate(wanted) if _cuts(row, vocab)]:
             at = on_device(torch.tensor(cut), device)
             scaled, limits = mass[at], [wanted[j] for j in cut]
-            kept, enough_of_cut = _kept(
-                pick(x, cut), scaled, row_params=limits, top_p=top_p[at], min_p=min_p[at], width=width
-            )
+            kept = _kept(pick(x, cut), scaled, row_params=limits, top_p=top_p[at], min_p=min_p[at], width=width)
             mass[at] = scaled.masked_fill_(~kept, -torch.inf)
-            enough = torch.ones(len(sampled), dtype=torch.bool, device=device).index_copy_(0, at, enough_of_cut)
         token = first_above(mass.exp_(), u)
-        if enough is not None:
-            token = torch.where(enough, token, UNDECIDED)
         if len(sampled) == len(row_params):
             best = token
         else:
@@ -299,14 +283,13 @@ def _kept(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     width: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask `[rows, vocab]` of tokens that may be sampled, and whether `width` was enough to tell, `[rows]`.
+) -> torch.Tensor:
+    """Mask `[rows, vocab]` of tokens that may be sampled.
 
     scaled: the logits minus their largest, tempered, float64. top_p, min_p: as in `row_params`, on the device.
     """
     device, vocab = logits.device, logits.shape[1]
     kept = scaled >= min_p.log()[:, None]  # all tokens if min_p is 0
-    enough = torch.ones(len(row_params), dtype=torch.bool, device=device)
     if limited := [i for i, row in enumerate(row_params) if 0 < row.top_k < vocab]:
         at = on_device(torch.tensor(limited), device)
         counts = [row_params[i].top_k for i in limited]
@@ -314,15 +297,17 @@ def _kept(
         largest = part.topk(max(counts), sorted=True).values
         kept[at] = kept[at] & _largest(part, largest, on_device(torch.tensor(counts), device))
     if nucleus := [i for i, row in enumerate(row_params) if row.top_p < 1.0]:
-        at, width = on_device(torch.tensor(nucleus), device), min(width, vocab)
+        at = on_device(torch.tensor(nucleus), device)
         part = pick(scaled.masked_fill(~kept, -torch.inf), nucleus)
         target = top_p[at] * part.exp().sum(-1)
-        largest = part.topk(width, sorted=True).values
-        counts = 1 + (largest.exp().cumsum(-1)[:, :-1] < target[:, None]).sum(-1)
+        while True:
+            largest = part.topk(min(width, vocab), sorted=True).values
+            counts = 1 + (largest.exp().cumsum(-1)[:, :-1] < target[:, None]).sum(-1)
+            if width >= vocab or int(counts.max()) < width:
+                break
+            width *= WIDER
         kept[at] = kept[at] & _largest(part, largest, counts)
-        if width < vocab:
-            enough[at] = counts < width
-    return kept, enough
+    return kept
 
 
 def _largest(values: torch.Tensor, largest: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

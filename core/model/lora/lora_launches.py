@@ -27,7 +27,7 @@ _FACTORS = 1, 4, 16, 64
 
 
 class StepOffload(Protocol):
-    """The part of a step that other processes compute, chosen while the step is launched."""
+    """The part of a step that offload workers compute, chosen while the step is launched."""
 
     def takes(self, lora_index: int, layer: int, /) -> bool:
         """True if they compute a layer of an adapter that is not in its pages; from now on the tables leave that layer

@@ -169,7 +169,7 @@ class LoraState:
             part.leave_out(lora_index)
 
     def _is_awaited(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
-        """False if a step needs nothing of an adapter's layer, because other processes compute all of it."""
+        """False if a step needs nothing of an adapter's layer, because offload workers compute all of it."""
         return not self._is_offloaded(lora_index, transfer, layer) or self._has_model_rows(lora_index, layer)
 
     def _has_model_rows(self, lora_index: int, layer: int) -> bool:
@@ -178,7 +178,7 @@ class LoraState:
         return any(of == lora_index and each.first_elem[layer] >= 0 for each, of in rows)
 
     def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
-        """True if other processes compute a layer of an adapter that is still being loaded."""
+        """True if offload workers compute a layer of an adapter that is still being loaded."""
         return False
 
     def late_indices(self) -> set[int]:

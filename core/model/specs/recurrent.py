@@ -329,11 +329,11 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """See `RecurrentSpec.native_shape`."""
-        from ....ops.library.native_model import NativeMixer, NativeShape
+        from ....ops.library.native_model import NativeShape
 
         heads, dims = (self.num_k_heads, self.num_v_heads), (self.k_dim, self.v_dim)
         own = {"by_channel": self.by_channel, "bound": self.bound}
-        return NativeShape(NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta, **own)
+        return NativeShape("kDelta", *heads, *dims, self.conv_size, self.eps, self.beta, **own)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
@@ -420,9 +420,9 @@ class ShortConvSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """One head of v, of all channels."""
-        from ....ops.library.native_model import NativeMixer, NativeShape
+        from ....ops.library.native_model import NativeShape
 
-        return NativeShape(NativeMixer.SHORT_CONV, 0, 1, 0, self.size, self.conv_size, 0.0)
+        return NativeShape("kShortConv", 0, 1, 0, self.size, self.conv_size, 0.0)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
@@ -556,11 +556,11 @@ class MambaSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """Heads of k are groups."""
-        from ....ops.library.native_model import NativeMixer, NativeShape
+        from ....ops.library.native_model import NativeShape
 
         heads, dims = (self.num_groups, self.num_heads), (self.state_size, self.head_dim)
         return NativeShape(
-            NativeMixer.MAMBA2,
+            "kMamba2",
             *heads,
             *dims,
             self.conv_size,

@@ -116,10 +116,10 @@ class SelectiveScanSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """Heads of v are blocks of channels."""
-        from ....ops.library.native_model import NativeMixer, NativeShape
+        from ....ops.library.native_model import NativeShape
 
         blocks, state, block = self.recurrent_shape
-        return NativeShape(NativeMixer.MAMBA1, 0, blocks, state, block, self.conv_size, 0.0)
+        return NativeShape("kMamba1", 0, blocks, state, block, self.conv_size, 0.0)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

@@ -1,13 +1,18 @@
-// LoRA products that other processes of the machine compute, of prompts with an adapter that is still being copied into its pages
+// LoRA products that other threads compute, of prompts with an adapter that is still being copied into its pages
 // (CPU-assisted prefill, CaraServe §4).
 //
-// The rows of x are handed over in memory that the processes share, by `Ranks`: rank 0 is the process of the base model, the
-// others are offload workers. An exchange takes two meetings. Rank 0's part of the first is rows of x, and it goes on with the
-// base product without waiting; the offload workers' parts of the second are x·A·B of a share of the rows each. They read A and
-// B from the adapter's image in host memory. What is to be computed stands in a `Exchange` of its own, as a GPU's host
-// writes that long before the GPU, as rank 0, writes the rows.
+// The rows of x are handed over by `Ranks`: rank 0 computes the base model, on a GPU or on its own threads, the others are
+// offload workers. An exchange takes two meetings. Rank 0's part of the first is rows of x, and it goes on with the base
+// product without waiting; the offload workers' parts of the second are x·A·B of a share of the rows each. They read A and B
+// from the adapter's image in host memory. What is to be computed stands in a `Exchange` of its own, as a GPU's host writes
+// that long before the GPU, as rank 0, writes the rows.
 #pragma once
+#include <pthread.h>
+#include <sched.h>
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
 #include <vector>
 #include "team/buffer.h"
 #include "program/descriptors.h"
@@ -47,7 +52,6 @@ class Offloader {
     void begin_layer(const StepDesc& step, int layer) {
         const OffloadDesc& offloaded = *step.offloaded;
         std::fill(active_, active_ + offloaded.count, 0);
-        if (offloaded.ranks->state() != Ranks::kWell) return;
         for (int i = 0; i < offloaded.count; i++) {
             const int s = offloaded.segment[i];
             const auto* pages = step.segment_ready[s];
@@ -81,13 +85,9 @@ class Offloader {
         offloaded.ranks->post();
     }
 
-    // Wait for what was handed over. If an offload worker has ended, the rows are void.
+    // Wait for what was handed over.
     void collect(const StepDesc& step) {
-        if (!offloaded_ || step.offloaded->ranks->meet() == Ranks::kWell) return;
-        offloaded_ = false;
-        for (int i = 0; i < step.offloaded->count; i++)
-            if (active_[i]) step.segment_late[step.offloaded->segment[i]] = 1;
-        std::fill(active_, active_ + step.offloaded->count, 0);
+        if (offloaded_) step.offloaded->ranks->meet();
     }
 
     // Add what was computed to the token's row of a task's y.
@@ -132,23 +132,21 @@ void post_exchange(Ranks& ranks, Exchange* exchanges, const float* x, int64_t ro
     ranks.post();
 }
 
-struct AnyOffloadWorker {
-    virtual ~AnyOffloadWorker() = default;
-    virtual void serve(Ranks& ranks, const OffloadWorkerDesc& desc) = 0;
-};
-
-// An offload worker's side, on one thread.
+// An offload worker's share of exchanges, on one thread.
 template <class T>
-class OffloadWorker final : public AnyOffloadWorker {
+class OffloadShare {
     using X = Act<T>;
 
    public:
     // Compute a share of every exchange of a step, until rank 0 ends it.
-    void serve(Ranks& ranks, const OffloadWorkerDesc& desc) override {
+    //
+    //   ranks  with the worker's number
+    //   desc   of the step
+    void serve(Ranks& ranks, const OffloadWorkersDesc& desc) {
         const GemmShapes shapes(desc.gemm_shapes, desc.num_gemm_shapes);
         while (ranks.meet() == Ranks::kWell) {
             const Exchange& head = exchange_of(ranks, desc.exchanges);
-            compute(shapes, desc, head, (const X*)ranks.part(0), ranks.mine());
+            compute(shapes, desc, ranks.rank(), head, (const X*)ranks.part(0), ranks.mine());
             if (ranks.meet() != Ranks::kWell) return;
         }
     }
@@ -156,27 +154,29 @@ class OffloadWorker final : public AnyOffloadWorker {
    private:
     // This offload worker's share of an exchange.
     //
-    //   products  of the model
-    //   desc      of the step
-    //   head      what is to be computed
-    //   all_x     the rows that were handed over
-    //   all_y     the LoRA terms of this offload worker's rows: written
-    void compute(const GemmShapes& shapes, const OffloadWorkerDesc& desc, const Exchange& head, const X* all_x,
-                 float* all_y) {
+    //   shapes  of the model
+    //   desc    of the step
+    //   rank    of this offload worker
+    //   head    what is to be computed
+    //   all_x   the rows that were handed over
+    //   all_y   the LoRA terms of this offload worker's rows: written
+    void compute(const GemmShapes& shapes, const OffloadWorkersDesc& desc, int rank, const Exchange& head,
+                 const X* all_x, float* all_y) {
+        const int first = desc.share[rank - 1], last = desc.share[rank];
         const int inputs = shapes.inputs(head.shape);
         const Rows<const X> every_x{all_x, spread<X>(inputs)};
         const Rows<float> every_y{all_y, spread<float>(shapes.outputs(head.shape))};
         const auto& targets = shapes.targets(head.shape);
         for (int i = 0; i < desc.count; i++) {
             const Adapter& adapter = *desc.adapters[i];
-            const int begin = std::max(desc.first, desc.row[i]), end = std::min(desc.last, desc.row[i + 1]);
+            const int begin = std::max(first, desc.row[i]), end = std::min(last, desc.row[i + 1]);
             if (!head.active[i] || begin >= end) continue;
             const Arena<T> image{(T*)desc.images[i], desc.page_elems};
             const int32_t own_begin = 0, own_end = end - begin;
             const Adapter* adapters[1] = {&adapter};
             const Segments one{1, &own_begin, &own_end, adapters, nullptr, 0, 0};
             const Rows<const X> x = every_x.from(begin);
-            const Rows<float> y = every_y.from(begin - desc.first);
+            const Rows<float> y = every_y.from(begin - first);
             const long ldh = (adapter.rank + 2) & ~1;
             grow(h_, targets.size() * own_end * ldh);
             scratch_.reserve(adapter.rank, inputs);
@@ -198,6 +198,81 @@ class OffloadWorker final : public AnyOffloadWorker {
     Buffer<X> h_;
     LoraScratch<T> scratch_;
     std::vector<LoraUnit> units_;
+};
+
+struct AnyOffloadWorkers {
+    virtual ~AnyOffloadWorkers() = default;
+    virtual void begin(const OffloadWorkersDesc& desc) = 0;
+    virtual void end() = 0;
+};
+
+// All offload workers: threads that sleep between steps. One thread at a time calls it.
+template <class T>
+class OffloadWorkers final : public AnyOffloadWorkers {
+   public:
+    // ranks  rank 0's, which outlive the workers
+    // cpus   [ranks - 1]: the processor of each; below 0: any
+    OffloadWorkers(Ranks& ranks, const int32_t* cpus) : ranks_(ranks) {
+        for (int i = 1; i < ranks.size(); i++) threads_.emplace_back([this, i, cpu = cpus[i - 1]] { work(i, cpu); });
+    }
+    ~OffloadWorkers() override {
+        start(nullptr);
+        for (auto& thread : threads_) thread.join();
+    }
+    // Begin a step, whose exchanges may follow; `desc` and all it points to stay until `end`.
+    void begin(const OffloadWorkersDesc& desc) override {
+        ranks_.begin(++step_);
+        start(&desc);
+    }
+    // End the step, once its exchanges are done: all workers have left it when this returns.
+    void end() override {
+        ranks_.fail(step_);
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return !working_; });
+    }
+
+   private:
+    void start(const OffloadWorkersDesc* desc) {
+        {
+            std::lock_guard lock(mutex_);
+            desc_ = desc;
+            working_ = (int)threads_.size();
+            round_++;
+        }
+        changed_.notify_all();
+    }
+    void work(int number, int cpu) {
+        pthread_setname_np(pthread_self(), "chorus-offload");
+        if (cpu >= 0) {
+            cpu_set_t own;
+            CPU_ZERO(&own);
+            CPU_SET(cpu, &own);
+            pthread_setaffinity_np(pthread_self(), sizeof(own), &own);
+        }
+        Ranks ranks(ranks_, number);
+        OffloadShare<T> share;
+        for (int64_t round = 1;; round++) {
+            const OffloadWorkersDesc* desc;
+            {
+                std::unique_lock lock(mutex_);
+                changed_.wait(lock, [&] { return round_ == round; });
+                desc = desc_;
+            }
+            if (!desc) return;
+            ranks.begin(round);
+            share.serve(ranks, *desc);
+            std::lock_guard lock(mutex_);
+            if (!--working_) changed_.notify_all();
+        }
+    }
+
+    Ranks& ranks_;
+    std::vector<std::thread> threads_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    const OffloadWorkersDesc* desc_ = nullptr;
+    int64_t round_ = 0, step_ = 0;
+    int working_ = 0;  // threads that have not left the step
 };
 
 }  // namespace chorus

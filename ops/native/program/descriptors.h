@@ -52,7 +52,7 @@ class Ranks;
 struct Exchange;
 struct MixtureLoraDesc;
 
-// Segments of a step with LoRA terms that other processes compute until its layers are in their pages: see offload.h.
+// Segments of a step with LoRA terms that offload workers compute until its layers are in their pages: see offload.h.
 struct OffloadDesc {
     Ranks* ranks;
     int64_t count;
@@ -65,12 +65,11 @@ struct OffloadDesc {
     Exchange* exchanges;
 };
 
-// What an offload worker knows of a step's segments. first, last: its rows.
-struct OffloadWorkerDesc {
-    int32_t num_gemm_shapes, first, last;
-    int64_t count, page_elems;
+// What offload workers know of a step's segments.
+struct OffloadWorkersDesc {
+    int64_t num_gemm_shapes, count, page_elems;
     const GemmShapeDesc* gemm_shapes;  // of the model
-    const int32_t* row;  // [count + 1]
+    const int32_t *row, *share;  // [count + 1], [ranks]: as in `OffloadDesc`
     const Adapter* const* adapters;  // [count]: their pages are the image's
     void* const* images;  // [count]
     const Exchange* exchanges;

@@ -38,6 +38,9 @@ class Ranks {
           floats_(floats),
           patience_(seconds),
           spinning_(spinning) {}
+    // Another rank of the same process.
+    Ranks(const Ranks& first, int rank)
+        : Ranks(first.shared_, rank, first.size_, first.floats_, first.patience_, first.spinning_) {}
 
     static int64_t bytes(int size, int64_t floats) { return sizeof(Shared) + 2 * size * floats * sizeof(float); }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from functools import partial
 from types import SimpleNamespace
@@ -109,7 +108,7 @@ def refused(address, num_bytes):
 
 def test_ranks_pin_memory_for_the_first_images_before_any_step(monkeypatch):
     """A rank that pinned a chunk when it gets the first copy from it would keep the others' steps waiting."""
-    layout = MemoryLayout(2, 1 << 10, 64, 1 << 20, is_woken=False)
+    layout = MemoryLayout(2, 1 << 10, 64, 1 << 20)
     fd, drivers, sent = SharedMemory.create(layout), [FakeDriver(), FakeDriver()], []
     first, other = (SharedMemory(fd, layout, driver) for driver in (drivers[0], None))
     os.close(fd)
@@ -143,17 +142,14 @@ def test_ranks_pin_memory_for_the_first_images_before_any_step(monkeypatch):
     assert len(started) == 2, "a rank that may pin no more copies slower"
 
 
-def test_images_alone_are_pinned_where_devices_add_up_among_themselves():
-    """CPU LoRA offload needs a device that is the only rank."""
-    layout = MemoryLayout(2, 1 << 10, 64, 1 << 16)
-    for is_woken in (True, False):
-        driver, of = FakeDriver(), dataclasses.replace(layout, is_woken=is_woken)
-        fd = SharedMemory.create(of)
-        memory = SharedMemory(fd, of, driver)
-        os.close(fd)
-        assert bool(driver.pinned) is not is_woken
-        chunk = memory.allocate(4096)
-        assert driver.pinned[memory.address(of.first_room)] == 4096
-        del chunk
-        memory.close()
-        assert not driver.pinned
+def test_images_alone_are_pinned():
+    """Devices add up among themselves."""
+    layout, driver = MemoryLayout(2, 1 << 10, 64, 1 << 16), FakeDriver()
+    fd = SharedMemory.create(layout)
+    memory = SharedMemory(fd, layout, driver)
+    os.close(fd)
+    assert not driver.pinned
+    chunk = memory.allocate(4096)
+    assert driver.pinned == {memory.address(layout.first_room): 4096}
+    del chunk
+    assert not driver.pinned

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +16,7 @@ from chorus.core.model.specs.attention import HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, UngatedActivation
 from chorus.core.model.specs.norms import NormKind, Norms
 from chorus.ops.cpu import native
-from chorus.ops.cpu.lora_offload import OffloadedSegments, OffloadWorker, exchange_floats, exchanges_bytes
+from chorus.ops.cpu.lora_offload import OffloadedSegments, OffloadWorkers
 from chorus.ops.elementwise.float8_kv import UNSCALED
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import Segments
@@ -145,51 +144,29 @@ def test_merged_weights_are_computed_alike(kind):
 
 
 class Offload:
-    """Offloads every layer of a step with one adapter to a thread."""
+    """Offloads every layer of a step with one adapter."""
 
     def __init__(self, model: Model) -> None:
-        shapes = model.table.gemm_shapes
         (rows,) = model.rows
-        floats = exchange_floats(shapes, len(rows) * LENGTH)
-        self._memory = mmap.mmap(-1, Ranks.num_bytes(2, floats))
-        self._exchanges = mmap.mmap(-1, exchanges_bytes())
-        self._ranks = [Ranks(self._memory, rank, 2, floats, 60.0) for rank in range(2)]
-        self._worker = OffloadWorker(shapes, model.dtype)
+        self._workers = OffloadWorkers(model.table.gemm_shapes, model.dtype, len(rows) * LENGTH, [None])
         pages = rows[0].pages
         self._rows = [replace(part, pages=range(len(pages))) for part in rows]
         self._image = model.arena[pages].contiguous()
         self._layers = ctypes.c_int32(LAYERS)
         model.arena[pages] = math.nan
-        self.step = 0
         self.offloaded: OffloadedSegments | None = None
 
     def begin(self, segments: Segments) -> OffloadedSegments:
-        self.step += 1
         count, parts = segments.end[0] - segments.begin[0], len(self._rows)
         row = [count * part for part in range(parts + 1)]
-        for each in self._ranks:
-            each.begin(self.step)
-        exchanges = ctypes.addressof(ctypes.c_char.from_buffer(self._exchanges))
-        self._thread = threading.Thread(
-            target=self._worker.serve,
-            args=(
-                self._ranks[1],
-                self._rows,
-                row,
-                (0, row[-1]),
-                [self._image.data_ptr()] * parts,
-                self._image.shape[1],
-                exchanges,
-            ),
-        )
-        self._thread.start()
+        workers, share = self._workers, [0, row[-1]]
+        workers.begin(self._rows, row, share, [self._image] * parts)
         ready = [ctypes.addressof(self._layers)] * parts
-        self.offloaded = OffloadedSegments(self._ranks[0], range(parts), row, [0, row[-1]], ready, exchanges)
+        self.offloaded = OffloadedSegments(workers.ranks, range(parts), row, share, ready, workers.exchanges)
         return self.offloaded
 
     def end(self) -> None:
-        self._ranks[0].fail(self.step)
-        self._thread.join()
+        self._workers.end()
 
 
 def test_offload_workers_add_to_every_kind(kind):

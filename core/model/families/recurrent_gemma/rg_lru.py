@@ -93,9 +93,9 @@ class RgLruSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """Heads of v, with one row of a state each."""
-        from .....ops.library.native_model import NativeMixer, NativeShape
+        from .....ops.library.native_model import NativeShape
 
-        return NativeShape(NativeMixer.RG_LRU, 0, self.num_heads, 1, self.head_dim, self.conv_size, 0.0)
+        return NativeShape("kRgLru", 0, self.num_heads, 1, self.head_dim, self.conv_size, 0.0)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

@@ -107,11 +107,11 @@ class HeadedScanSpec(RecurrentSpec):
 
     def native_shape(self) -> NativeShape:
         """Heads of v are blocks of channels."""
-        from .....ops.library.native_model import NativeMixer, NativeShape
+        from .....ops.library.native_model import NativeShape
 
         blocks, state, block = self.recurrent_shape
         sizes = 0, blocks, state, block, self.conv_size
-        return NativeShape(NativeMixer.HEADED_SCAN, *sizes, 0.0, scan_heads=self.num_heads, scan_rank=self.rank)
+        return NativeShape("kHeadedScan", *sizes, 0.0, scan_heads=self.num_heads, scan_rank=self.rank)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
