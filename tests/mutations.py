@@ -162,6 +162,7 @@ class Run:
     def __init__(self, copy: Path, seconds: float) -> None:
         self._copy = copy
         self._seconds = seconds
+        self._last_line = ""
 
     def verdict(self, fault: Fault) -> str:
         """What the tests of a fault's module say of it."""
@@ -173,11 +174,11 @@ class Run:
         if outcome == "":
             with self._planted(fault, RAISES):
                 reached = self._outcome(tests)
-            return "survived: it may change nothing" if reached else "survived: no test runs the line"
+            return "survived: it may change nothing" if reached else "survived: none of its tests runs the line"
         if outcome is None:
             return f"unknown: tests took more than {self._seconds:.0f} s"
         if self._outcome([outcome]) != "":
-            return f"unknown: {outcome} fails without it"
+            return f"unknown: {outcome} fails without it: {self._last_line}"
         return f"found by {outcome}"
 
     def _planted(self, fault: Fault, text: str) -> _Planted:
@@ -205,6 +206,7 @@ class Run:
             return None
         if process.returncode in (0, 5):  # 5: no test was left of these
             return ""
+        self._last_line = f"{output.splitlines()[-1:]}, code {process.returncode}"
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
         return failed[1] if failed else tests[0]
 

@@ -115,7 +115,7 @@ def test_a_seed_draws_faults_of_different_lines():
     ("fault", "verdict"),
     [
         ("number + 1  →  (number - 1)", "found by tests/core/test_numbers.py::test_clipped"),
-        ("5  →  (4)", "survived: no test runs the line"),
+        ("5  →  (4)", "survived: none of its tests runs the line"),
         ("number < 0 and most > 1000  →  (number < 0 or most > 1000)", "survived: it may change nothing"),
     ],
 )
