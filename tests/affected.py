@@ -28,6 +28,7 @@ OTHERS = (
     (r"deploy/.*", ("server/cluster/test_chart.py",)),
     (r"server/ui/.*", ("server/ui",)),
     (r"core/model/families/.*", ("core/test_families.py",)),
+    (r"tests/core/published_configs.json", ("core/model/specs/test_published_configs.py",)),
 )
 
 

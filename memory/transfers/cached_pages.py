@@ -81,7 +81,6 @@ class CachedPages:
         self.disk: Below | None = None
         """Where blocks are written; None: nowhere."""
         self.num_bytes = 0
-        self.num_saved_pages = self.num_fetched_pages = 0
         self._faults = FaultLog(logger)
         self._held: set[Block] = set()
         self._wanted: set[Block] = set()
@@ -322,14 +321,12 @@ class CachedPages:
         was_whole = self._is_whole(block)
         block.images[group] = image
         self.num_bytes += self._page_bytes
-        self.num_saved_pages += 1
         if not was_whole and self._is_whole(block):
             self._prefix.tell_stored(block, Medium.HOST)
 
     def _put_state(self, state: KeptState, images: list[Any]) -> None:
         state.images = images
         self.num_bytes += len(images) * self._page_bytes
-        self.num_saved_pages += len(images)
 
     def _is_whole(self, block: Block) -> bool:
         """True if a request can begin with the block's images."""

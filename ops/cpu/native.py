@@ -1,6 +1,8 @@
 """The native CPU decoder: a whole step of a model in one call.
 
 If the library is not available (`native_library`), torch operators serve; both give the same tokens.
+
+Tests: tests/ops/cpu/test_native_head.py, tests/ops/cpu/test_native_layer_paths.py
 """
 
 from __future__ import annotations

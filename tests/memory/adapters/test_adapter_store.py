@@ -186,6 +186,16 @@ def test_adapter_kept_by_name_is_never_evicted(store, pool, memory, use):
     check(store, pool)
 
 
+def test_an_adapter_that_has_pages_is_fit_whatever_is_pinned(store, use):
+    a, b, c, d = register(store, a="four", b="four", c="two", d="three")
+    use(a)
+    store.pins.add(b)
+    store.pins.add(c)
+    assert store.unfit([a, b, d]) == []
+    store.pins.add(a)
+    assert store.unfit([a, b, c, d]) == [d]
+
+
 def test_keeping_what_does_not_fit_or_read_holds_nothing(store, pool, backend, use):
     a, b, c = register(store, a="four", b="four", c="three")
     use.start(a)

@@ -2,7 +2,7 @@ import ctypes
 import threading
 import time
 
-from chorus.memory.host.image import LayerStream
+from chorus.memory.host.image import HostImage, LayerStream
 
 
 def test_layers_are_there_once_published():
@@ -36,3 +36,10 @@ def test_native_code_sees_the_count_change():
     assert count.value == 5
     stream.fail()
     assert count.value == LayerStream.FAILED
+
+
+def test_only_the_first_failure_of_an_image_counts():
+    image, first = HostImage(), OSError("gone")
+    image.fail(first)
+    image.fail(OSError("again"))
+    assert image.error is first

@@ -11,6 +11,7 @@ from chorus.memory.pages.block_table import BlockTable
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import IntegrityError, OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.states import StateSlots
 
 KINDS = (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)
 
@@ -263,3 +264,11 @@ def test_block_table_grows_by_whole_pages_and_gives_all_back():
     table.free()
     assert table.pages == []
     assert pool.num_free == pool.num_usable
+
+
+def test_a_block_table_holds_the_pages_of_states_too():
+    pool = PagePool(9)
+    states = StateSlots([pool.allocate(2, PageKind.KV), pool.allocate(2, PageKind.KV)])
+    table = BlockTable(pool, PrefixCache(pool, EvictionOrder(), RestoreCosts(), 4), block_tokens=4, states=states)
+    table.grow(9)
+    assert table.num_held == len(table.held) == 3 + 4

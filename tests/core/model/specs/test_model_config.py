@@ -983,6 +983,16 @@ LATENTS = {
 }
 
 
+def test_an_indexer_of_blocks_limits_no_tokens(read):
+    none = dict.fromkeys(LLAMA, ...)
+    tokens = read(**{**none, **LATENTS["v3"], "architectures": ["DeepseekV32ForCausalLM"]})
+    assert tokens.top_k == 2048
+    own = {"layer_types": ["minimax_m3_sparse"] * 8, "num_key_value_heads": 4, "index_n_heads": 4, "vocab_size": 100}
+    blocks = read(**{**none, **SHAPES, **own, "architectures": ["MiniMaxM3VLForCausalLM"]})
+    assert all(mixer.block_indexer and mixer.top_k for mixer in blocks.attention_layers)
+    assert blocks.top_k is None
+
+
 @pytest.mark.parametrize(
     ("name", "latent", "scale", "billions"),
     [

@@ -53,6 +53,12 @@ def adapted(base: Any, method: str, **variant: Any) -> Any:
     return model
 
 
+def test_a_pickle_next_to_safetensors_is_left_alone(adapter_draft, tmp_path):
+    path = adapter_draft().write(tmp_path / "a")
+    (path / "adapter_model.bin").write_bytes(b"no pickle")
+    assert inspect_adapter(path, TINY_PATHS).rank == 4
+
+
 @pytest.mark.parametrize("method", [name for name, why in UNSERVED.items() if CONVERT in why])
 def test_what_is_to_be_converted(tiny_base, tmp_path, method):
     import peft
