@@ -1,11 +1,11 @@
-"""The native library's names of activations.
+"""The native library's names of activations and of norms.
 
 Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_experts.py
 """
 
 from __future__ import annotations
 
-from ...ops.library.native_descriptors import NativeGating
+from ...ops.library.native_descriptors import NativeActivation, NativeGating
 from .specs.feed_forward import (
     Activation,
     BoundedSwiglu,
@@ -14,21 +14,22 @@ from .specs.feed_forward import (
     LimitedSwiglu,
     UngatedActivation,
 )
+from .specs.norms import NormKind
 
 _GATED = {
-    Activation.SILU: "kSilu",
-    Activation.GELU_TANH: "kGelu",
-    Activation.RELU_SQUARED: "kReluSquaredGate",
-    Activation.GELU: "kGeluByErfGate",
+    Activation.SILU: NativeActivation.SILU,
+    Activation.GELU_TANH: NativeActivation.GELU,
+    Activation.RELU_SQUARED: NativeActivation.RELU_SQUARED_GATE,
+    Activation.GELU: NativeActivation.GELU_BY_ERF_GATE,
 }
 
 #: Of parts without a gate. Their names are those of others.
 _UNGATED = {
-    UngatedActivation.GELU_TANH: "kGeluAlone",
-    UngatedActivation.GELU: "kGeluByErf",
-    UngatedActivation.RELU: "kRelu",
-    UngatedActivation.RELU_SQUARED: "kReluSquared",
-    UngatedActivation.XIELU: "kXielu",
+    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
+    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
+    UngatedActivation.RELU: NativeActivation.RELU,
+    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
+    UngatedActivation.XIELU: NativeActivation.XIELU,
 }
 
 
@@ -36,10 +37,15 @@ def native_gating(activation: GatedActivation | UngatedActivation) -> NativeGati
     """The name and numbers of an activation of a feed-forward part or of experts; None: the library lacks it."""
     match activation:
         case ClampedSwiglu(alpha, limit):
-            return NativeGating("kClampedSwiglu", alpha, limit)
+            return NativeGating(NativeActivation.CLAMPED_SWIGLU, alpha, limit)
         case LimitedSwiglu(limit):
-            return NativeGating("kLimitedSwiglu", limit=limit)
+            return NativeGating(NativeActivation.LIMITED_SWIGLU, limit=limit)
         case BoundedSwiglu(limit):
-            return NativeGating("kBoundedSwiglu", limit=limit)
+            return NativeGating(NativeActivation.BOUNDED_SWIGLU, limit=limit)
     found = _GATED.get(activation) if isinstance(activation, Activation) else _UNGATED.get(activation)
     return None if found is None else NativeGating(found)
+
+
+def native_norm(kind: NormKind) -> str:
+    """The name of a kind of norm."""
+    return "k" + kind.name.title().replace("_", "")

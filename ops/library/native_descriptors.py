@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -44,18 +44,60 @@ def described_gemm_shapes(shapes: Sequence[GemmShape]) -> Array[Any]:
     return found
 
 
-def enumerator(kind: Enum) -> str:
-    """The library's name of an enumerator: `kPerHead` of PER_HEAD."""
-    return "k" + kind.name.title().replace("_", "")
+class NativeActivation(StrEnum):
+    """An activation, by its name in the library."""
+
+    SILU = "kSilu"
+    GELU = "kGelu"
+    """By tanh, as torch's `gelu(approximate="tanh")`."""
+    RELU_SQUARED_GATE = "kReluSquaredGate"
+    """`max(gate, 0)² · up`."""
+    GELU_BY_ERF_GATE = "kGeluByErfGate"
+    CLAMPED_SWIGLU = "kClampedSwiglu"
+    """`(up + 1) · gate · sigmoid(alpha · gate)`, with gate at most `limit` and up within ± `limit`."""
+    LIMITED_SWIGLU = "kLimitedSwiglu"
+    """`silu(gate) · up`, likewise."""
+    BOUNDED_SWIGLU = "kBoundedSwiglu"
+    """`silu(gate) · up`, with silu(gate) at most `limit` and up within ± `limit`."""
+    GELU_ALONE = "kGeluAlone"
+    """As GELU, without a gate; so are all below."""
+    GELU_BY_ERF = "kGeluByErf"
+    RELU = "kRelu"
+    RELU_SQUARED = "kReluSquared"
+    XIELU = "kXielu"
 
 
 class NativeGating(NamedTuple):
     """What becomes of gate and up. alpha, limit: of activations that have them."""
 
-    activation: str
-    """By its name in the library."""
+    activation: NativeActivation
     alpha: float = 0.0
     limit: float = 0.0
+
+
+class NativeHeadNorm(StrEnum):
+    """A norm of queries and keys, by its name in the library."""
+
+    EACH = "kEachHead"
+    """Of each head, with weights `[head_dim]`."""
+    ALL = "kAllHeads"
+    """Of all heads at once, with weights `[heads · head_dim]`."""
+    OWN = "kOwnHeads"
+    """LayerNorm of each head, with as many weights."""
+    BIASED = "kBiasedHeads"
+    """LayerNorm of each head, with weights and biases `[2, head_dim]`."""
+
+
+class NativeOutputGate(StrEnum):
+    """Where the gates of attention's output are, by its name in the library."""
+
+    NONE = "kNoGate"
+    BESIDE_QUERIES = "kBesideQueries"
+    """Behind each head's query."""
+    PER_HEAD = "kPerHead"
+    """Behind queries, keys and values, one of each head."""
+    PER_ELEMENT = "kPerElement"
+    """There, of each element."""
 
 
 class ReadJob(NamedTuple):

@@ -17,7 +17,6 @@ from ..library.described_adapters import described
 from ..library.native_descriptors import (
     ELEMENT_OF,
     NativeGating,
-    enumerator,
 )
 from ..library.native_integers import IntegerPanels, integers_of_each
 from ..library.native_library import library, native_layout
@@ -177,7 +176,7 @@ class NativeMixture:
                 "correction": self._values(correction),
                 "factors": self._values(factors),
                 "per_token": routing.per_token,
-                "scoring": enumerator(routing.scoring),
+                "scoring": "k" + routing.scoring.name.title().replace("_", ""),
                 "renormalised": routing.renormalised,
                 "groups": routing.groups,
                 "kept_groups": routing.kept_groups,

@@ -21,6 +21,7 @@ import torch
 
 from chorus.core.model.compose.composed import composed
 from chorus.core.model.compose.decoder_layer import DecoderLayer
+from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_program import NativeProgram
@@ -36,7 +37,6 @@ from chorus.memory.pages.projections import Projections
 from chorus.ops.cpu import native
 from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales
 from chorus.ops.library import native_library, native_model
-from chorus.ops.library.native_descriptors import enumerator
 from chorus.ops.lora.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
@@ -208,7 +208,7 @@ def build(
         norm=vector(hidden),
         arena=arena,
         float8_kv=float8_kv,
-        norm_kind=enumerator(norm.kind),
+        norm_kind=native_norm(norm.kind),
         logits_scale=rng.choice((1.0, 0.25)),
         logits_softcap=rng.choice((0.0, 20.0)),
         embedding_multiplier=rng.choice((1.0, 3.0)),

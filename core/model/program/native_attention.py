@@ -9,16 +9,28 @@ from typing import Any
 
 import torch
 
+from ....ops.library.native_descriptors import NativeHeadNorm, NativeOutputGate
 from ....ops.library.native_model import LatentShape
-from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
+from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec, OutputGate
 from ..specs.indexer import BlockIndexerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
 from .native_binding import Late, LayerBinding, score_scale, weight_of
 from .op import NoNativeOp
 
-#: The library's names of norms of heads; all others are kEachHead.
-HEAD_NORMS = {HeadNorm.ALL: "kAllHeads", HeadNorm.OWN: "kOwnHeads", HeadNorm.BIASED: "kBiasedHeads"}
+#: The library's names of where gates are.
+OUTPUT_GATES = {
+    None: NativeOutputGate.NONE,
+    OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
+    OutputGate.PER_HEAD: NativeOutputGate.PER_HEAD,
+    OutputGate.PER_ELEMENT: NativeOutputGate.PER_ELEMENT,
+}
+
+_HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
+    HeadNorm.ALL: NativeHeadNorm.ALL,
+    HeadNorm.OWN: NativeHeadNorm.OWN,
+    HeadNorm.BIASED: NativeHeadNorm.BIASED,
+}
 
 
 def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
@@ -30,7 +42,7 @@ def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
         "has_keys": int(not mixer.shares_kv),
         "keys_are_values": int(mixer.keys_are_values),
         "norms_values": int(mixer.value_norm),
-        "head_norm": "kEachHead" if mixer.head_norm is None else HEAD_NORMS.get(mixer.head_norm, "kEachHead"),
+        "head_norm": _HEAD_NORMS.get(mixer.head_norm, NativeHeadNorm.EACH),
         "kv_copies": mixer.kv_copies,
         "window": mixer.window or 0,
         "chunked": int(mixer.chunked),

@@ -15,7 +15,6 @@ from ....memory.pages.projections import Role
 from ....ops.cpu import native
 from ....ops.cpu.lora_offload import Offloading
 from ....ops.library import native_integers, native_library, native_model
-from ....ops.library.native_descriptors import enumerator
 from ....ops.library.native_program import NativeOp
 from ....ops.lora.merge import merge
 from ....ops.lora.sgmv import AdapterRows, Segments
@@ -30,6 +29,7 @@ from ..lora.lora_state import LoraState
 from ..moe.experts import ExpertKernels
 from ..moe.listed_experts import ListedExperts
 from ..moe.mixture_lora import mixture_columns, mixture_modules
+from ..native_names import native_norm
 from ..paged_states import PagedStates
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -162,7 +162,7 @@ class NativeDecoderModel:
             hidden=config.hidden_size, vocab=vocab, num_layers=config.num_layers,
             ops=self._ops(self.layers), registers=self._program.registers,
             block_tokens=arena.layout.block_tokens, eps=config.final_norm.eps,
-            norm_kind=enumerator(config.final_norm.kind),
+            norm_kind=native_norm(config.final_norm.kind),
             float8_kv=arena.layout.float8_kv,
             gemm_shapes=config.projections.gemm_shapes, gemm_shape_of=config.projections.gemm_shape_of,
             positions=max_model_len + spare, page_groups=arena.layout.pages_per_block, embed=embed,

@@ -15,6 +15,7 @@ from chorus.core.model.compose.decoder_layer import DecoderLayer
 from chorus.core.model.families.falcon_h1.layer import FactoredLayer
 from chorus.core.model.families.gemma_4.layer import Gemma4Layer
 from chorus.core.model.lora.lora_state import rows_in
+from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_program import NativeProgram
@@ -33,7 +34,6 @@ from chorus.ops.cpu import native
 from chorus.ops.elementwise.float8_kv import DTYPE as FLOAT8
 from chorus.ops.elementwise.float8_kv import KvScales, rounded
 from chorus.ops.library import native_model
-from chorus.ops.library.native_descriptors import enumerator
 from chorus.ops.lora.sgmv import AdapterRows, Segments
 
 from ...tables import LLAMA
@@ -243,7 +243,7 @@ class Model:
             norm=self.norm,
             arena=self.arena,
             float8_kv=self.layout.float8_kv,
-            norm_kind=enumerator(kind.norm_kind),
+            norm_kind=native_norm(kind.norm_kind),
             embedding_multiplier=kind.embedding_multiplier,
             position_table=self.position_table,
             embedding_norm=self.embedding_norm,

@@ -10,27 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.core.model.native_names import native_gating
-from chorus.core.model.program.native_attention import HEAD_NORMS
-from chorus.core.model.specs.attention import OutputGate
-from chorus.core.model.specs.feed_forward import (
-    Activation,
-    BoundedSwiglu,
-    ClampedSwiglu,
-    LimitedSwiglu,
-    UngatedActivation,
-)
-from chorus.core.model.specs.norms import NormKind
 from chorus.ops.cpu.lora_offload import most_offloaded
 from chorus.ops.library import native_descriptors, native_library
-from chorus.ops.library.native_descriptors import enumerator
 from chorus.ops.library.native_layout import layout_of
 from chorus.ops.library.native_model import PANEL
 from chorus.ops.moe.routing import Scoring
 
 NATIVE = Path(native_library.__file__).parents[1] / "native"
-
-ACTIVATIONS = (*Activation, *UngatedActivation, ClampedSwiglu(1.0, 1.0), LimitedSwiglu(1.0), BoundedSwiglu(1.0))
 
 built = pytest.mark.skipif(not native_library.levels(), reason="needs the native library")
 
@@ -79,11 +65,10 @@ def test_an_unknown_name_is_an_error():
 @pytest.mark.parametrize(
     ("enumeration", "own"),
     [
-        ("Activation", [each.activation for each in map(native_gating, ACTIVATIONS) if each is not None]),
-        ("HeadNorm", ["kEachHead", *HEAD_NORMS.values()]),
-        ("OutputGate", ["kNoGate", *map(enumerator, OutputGate)]),
-        ("Scoring", map(enumerator, Scoring)),
-        ("NormKind", map(enumerator, NormKind)),
+        ("Activation", native_descriptors.NativeActivation),
+        ("HeadNorm", native_descriptors.NativeHeadNorm),
+        ("OutputGate", native_descriptors.NativeOutputGate),
+        ("Scoring", ["k" + each.name.title().replace("_", "") for each in Scoring]),
         ("Element", [f"k{name}" for name in native_descriptors.Element.__members__]),
     ],
 )

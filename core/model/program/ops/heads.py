@@ -97,8 +97,7 @@ class Heads(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        from .....ops.library.native_descriptors import enumerator
-        from ..native_attention import attend_arguments
+        from ..native_attention import OUTPUT_GATES, attend_arguments
 
         mixer, own_at = self.attention, next((i for i in range(at, len(to.ops)) if isinstance(to.ops[i], Attend)), at)
         attend = to.ops[own_at]
@@ -107,8 +106,7 @@ class Heads(Op):
         if mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL:
             raise NoNativeOp("norm of all heads of keys that are values")
         gate, x = to.next(own_at), to.read(at, self.x)[0]
-        gate = mixer.output_gate
-        own: dict[str, Any] = {"output_gate": "kNoGate" if gate is None else enumerator(gate)}
+        own: dict[str, Any] = {"output_gate": OUTPUT_GATES[mixer.output_gate]}
         own["softplus_gates"] = int(mixer.softplus_gates)
         has_gates = self.gates is not None and isinstance(gate, GateOutput)
         has_gates = has_gates and to.readers(to.written(at, self.gates)) == [gate]  # as no other op changes them
@@ -126,12 +124,14 @@ class Heads(Op):
 
     def _kept_gates(self, to: Lowering, at: int, x: Held, gates: str) -> dict[str, Any]:
         """Keep gates for a later op. Returns the arguments of attention without gates."""
+        from ..native_attention import OUTPUT_GATES
+
         mixer = self.attention
         if mixer.output_gate is not OutputGate.PER_ELEMENT:
             raise NoNativeOp("gates beside heads that something else than attention reads")
         own = {"x": x, "column": mixer.q_size + 2 * mixer.kv_size, "width": mixer.q_size, "out_column": 0}
         to.emit("Copy", **own, out=to.held_as(to.written(at, gates)))
-        return {"output_gate": "kNoGate", "softplus_gates": 0}
+        return {"output_gate": OUTPUT_GATES[None], "softplus_gates": 0}
 
     def columns(self, given: Sequence[int], to: Lowering) -> int:
         """See `Op.columns`."""

@@ -46,11 +46,11 @@ class Norm(Op):
 
     def native(self, to: Lowering, at: int) -> None:
         """See `Op.native`."""
-        from .....ops.library.native_descriptors import enumerator
+        from ...native_names import native_norm
         from ..native_binding import weight_of
 
         x, column, width = to.read(at, self.x)
-        out, kind = to.out(to.written(at)), enumerator(self.norm.kind)
+        out, kind = to.out(to.written(at)), native_norm(self.norm.kind)
         to.need(f"NormKind.{kind}", f"norm of the kind {self.norm.kind}")
         own = {"norm": kind, "eps": self.norm.eps, "weight": weight_of(self.weight)}
         to.emit("Norm", x=x, column=column, width=width, out=out, **own)
