@@ -7,8 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from chorus.ops.attention import attention
 from chorus.ops.attention.attention import HeadShape, PagedAttention, Scores
@@ -17,7 +15,7 @@ from chorus.ops.attention.indexer import chosen_places
 from chorus.ops.attention.latent_attention import LatentAttention
 from chorus.ops.attention.latents import LatentHeads
 
-from .test_latent_attention import BLOCK, HEADS, KEY, RANK, ROTATED, SCALE, chunks, decodes, step
+from .test_latent_attention import BLOCK, HEADS, KEY, RANK, ROTATED, SCALE, given_steps, step
 
 INDEX_HEADS, INDEX_KEY, TOP = 3, 6, 7
 SHAPE = HeadShape(HEADS, 1, RANK + ROTATED, BLOCK)
@@ -67,17 +65,10 @@ def attended(q, kept, kv_up):
 
 
 @pytest.mark.wide
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    prefills=st.lists(chunks, max_size=3),
-    decoding=st.lists(decodes, max_size=4),
-    most=st.sampled_from([1, 40, 1 << 20]),
-)
-def test_queries_attend_to_the_tokens_with_the_highest_scores(seed, prefills, decoding, most):
+@given_steps()
+def test_queries_attend_to_the_tokens_with_the_highest_scores(seed, rows, most):
     """Chunks of 17 tokens and more have keys and values made. most: scores that are made at once."""
-    assume(prefills + decoding)
-    cache, index, q, kv_up, starts, page_table, tables, lens = indexed(seed, prefills + decoding)
+    cache, index, q, kv_up, starts, page_table, tables, lens = indexed(seed, rows)
     with patch.object(attention, "MOST_SCORES", most):
         chosen, found = run(cache, index, q, kv_up, starts, page_table, lens)
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):

@@ -7,8 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from chorus.ops.attention import attention
 from chorus.ops.attention.attention import AttentionSetup, HeadShape, KeyBlocks, KvCache, PagedAttention, Scores
@@ -16,7 +14,7 @@ from chorus.ops.attention.attention_backend import choose_attention, flashinfer_
 from chorus.ops.attention.block_attention import BlockAttention
 from chorus.ops.attention.key_blocks import chosen_blocks, halves_of
 
-from .test_latent_attention import BLOCK, chunks, decodes
+from .test_latent_attention import BLOCK, given_steps
 
 HEADS, GROUPS, DIM, KEY, FURTHER = 6, 2, 8, 7, 2
 BLOCKS = KeyBlocks(3, 4, 1)
@@ -65,17 +63,10 @@ def best_blocks(q, keys):
 
 
 @pytest.mark.wide
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    prefills=st.lists(chunks, max_size=3),
-    decoding=st.lists(decodes, max_size=4),
-    most=st.sampled_from([1, 40, 1 << 20]),
-)
-def test_queries_attend_to_the_blocks_with_the_highest_scores(seed, prefills, decoding, most):
+@given_steps()
+def test_queries_attend_to_the_blocks_with_the_highest_scores(seed, rows, most):
     """most: scores that are made at once."""
-    assume(prefills + decoding)
-    caches, q, index, starts, page_table, tables, lens = step(seed, prefills + decoding)
+    caches, q, index, starts, page_table, tables, lens = step(seed, rows)
     with patch.object(attention, "MOST_SCORES", most):
         _, found = run(caches, q, index, starts, page_table, lens)
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):

@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops.attention import attention
@@ -14,7 +13,7 @@ from chorus.ops.attention.attention import HeadShape, KeyBlocks, KvCache, PagedA
 from chorus.ops.attention.block_attention import BlockAttention
 
 from .test_key_blocks import BLOCK, DIM, GROUPS, HEADS, KEY, index_keys, step
-from .test_latent_attention import chunks, decodes
+from .test_latent_attention import given_steps
 
 pytestmark = pytest.mark.wide
 
@@ -41,18 +40,10 @@ def chosen_by(q: torch.Tensor, kept: torch.Tensor) -> list[int]:
     ]
 
 
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    prefills=st.lists(chunks, max_size=3),
-    decoding=st.lists(decodes, max_size=4),
-    most=st.sampled_from([1, 40, 1 << 20]),
-    heads=st.integers(1, 3),
-)
-def test_queries_attend_to_the_blocks_with_the_highest_scores(seed, prefills, decoding, most, heads):
+@given_steps(heads=st.integers(1, 3))
+def test_queries_attend_to_the_blocks_with_the_highest_scores(seed, rows, most, heads):
     """most: scores that are made at once. heads: of the indexer."""
-    assume(prefills + decoding)
-    caches, q, _, starts, page_table, tables, lens = step(seed, prefills + decoding)
+    caches, q, _, starts, page_table, tables, lens = step(seed, rows)
     index = torch.randn(len(q), heads, KEY, generator=torch.Generator().manual_seed(seed))
     found = BlockAttention(HeadShape(HEADS, GROUPS, DIM, BLOCK))
     found.plan(starts, page_table, lens)
