@@ -169,17 +169,6 @@ def _llamacpp(found: Values) -> list[str]:
 
 
 @_measured(
-    "llamacpp_slots",
-    "bench.llamacpp_slots TREE",
-    "model | prompt, question | ours and llama.cpp's, ms: computed | from host memory, a slot | from files, a slot",
-)
-def _slots(found: Values) -> list[str]:
-    rows = {row["prefix"]: row for row in found["rows"]}
-    both = [f"{_ms(row['ours'])} and {_ms(row['peer'])}" for row in rows.values()]
-    return [found["model_size"], f"{found['tokens']:,} and {found.get('question', 1)}", *both]
-
-
-@_measured(
     "images",
     "bench.images",
     "tower | encoder / transformers | 8 adapters / none | text beside images / alone | longest step / median",
@@ -197,18 +186,6 @@ def _push(found: Values) -> list[str]:
     ratios = {way: f"{sorted(each)[len(each) // 2] / floor:.2f}" for way, each in found["seconds"].items()}
     ways = [ratios.get(way, "-") for way in ("form", "directory", "descriptor")]
     return [f"{found['bytes'] / 1e6:.0f}", _ms(floor), *ways]
-
-
-@_measured(
-    "chunk_difference",
-    "bench.chunk_difference",
-    "tokens of a chunk | largest difference of a log-probability, PyTorch's operators",
-)
-def _chunks(found: Values) -> list[str]:
-    rows = [
-        f"{row['family']}: {row['most']:.4f}" for row in found["rows"] if row["kernels"] == "torch" and "most" in row
-    ]
-    return [str(found["chunk"]), ", ".join(rows)]
 
 
 def page(results: Path) -> str:
