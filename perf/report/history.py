@@ -157,18 +157,6 @@ _measured("company_mixture", "bench.company --model-size mixture", "model | step
 
 
 @_measured(
-    "llamacpp_steps",
-    "bench.llamacpp_steps TREE",
-    "family | ours / llama.cpp: decode, 1 row | 8 rows | a prompt | 8 prompts",
-)
-def _llamacpp(found: Values) -> list[str]:
-    rows: dict[str, list[str]] = {}
-    for row in found["rows"]:
-        rows.setdefault(row["case"], []).append(f"{row['quantization']}: {row['ratio']:.2f}")
-    return [found["family"], *(", ".join(each) for each in rows.values())]
-
-
-@_measured(
     "images",
     "bench.images",
     "tower | encoder / transformers | 8 adapters / none | text beside images / alone | longest step / median",

@@ -6,7 +6,7 @@ import json
 
 from chorus.perf.report.history import COMMANDS, RESULTS, main, page
 
-GONE = {"chunk_difference", "library_trials", "llamacpp_slots"}
+GONE = {"chunk_difference", "library_trials", "llamacpp_slots", "llamacpp_steps"}
 """Results of benches that are gone."""
 
 
