@@ -6,7 +6,16 @@ import json
 
 from chorus.perf.report.history import COMMANDS, RESULTS, main, page
 
-GONE = {"chunk_difference", "library_trials", "llamacpp_slots", "llamacpp_steps"}
+GONE = {
+    "chunk_difference",
+    "company_mixture",
+    "families",
+    "images",
+    "library_trials",
+    "llamacpp_slots",
+    "llamacpp_steps",
+    "prefixes",
+}
 """Results of benches that are gone."""
 
 
