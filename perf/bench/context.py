@@ -90,6 +90,15 @@ class Context:
             return cpu
         return quick if self.quick else full
 
+    @property
+    def prompt(self) -> int:
+        """Tokens before a measured decode step."""
+        return self.pick(8, 256, 512, cpu=64)
+
+    def engine_size(self, most: int) -> dict[str, Any]:
+        """Limits of an engine for decode steps of up to so many sequences."""
+        return {"max_seqs": most, "max_batched": self.pick(64, 8192, 8192), "max_len": self.pick(64, 512, 1024)}
+
     @contextmanager
     def row(self, found: dict[str, Any], case: str, clear: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Measure a row of a section; at its end all results so far are saved.

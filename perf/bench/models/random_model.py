@@ -95,14 +95,10 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
         b = torch.randn(d_out, rank, generator=generator) / math.sqrt(rank)
         tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    _write_json(path / "adapter_config.json", lora_config(rank, targets))
-
-
-def lora_config(rank: int, targets: list[str] | str) -> dict[str, Any]:
-    """PEFT's configuration of a LoRA adapter."""
     plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "random"}
     off = {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True}
-    return {**plain, "r": rank, "lora_alpha": rank, **off, "target_modules": targets}
+    config = {**plain, "r": rank, "lora_alpha": rank, **off, "target_modules": targets}
+    _write_json(path / "adapter_config.json", config)
 
 
 def write_tokenizer(vocab_size: int, path: Path) -> None:
