@@ -126,7 +126,7 @@ def units() -> list[str]:
 def packages() -> list[str]:
     """The repository root is the package `chorus`."""
     found = find_packages(str(ROOT), exclude=LEFT_OUT)
-    found += find_packages(str(ROOT), include=KEPT, exclude=["perf.simulate.agreement"])
+    found += find_packages(str(ROOT), include=KEPT)
     return ["chorus", *(f"chorus.{name}" for name in found)]
 
 

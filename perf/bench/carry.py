@@ -7,7 +7,6 @@ and sets the environment, or stops with the cause.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -19,6 +18,9 @@ from collections.abc import Sequence
 from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from ...memory.host.child_python import python_command
 from ...ops.library import native_library
@@ -65,9 +67,6 @@ def unmet(wheels: Path, python: str) -> tuple[list[str], list[str]]:
 
     The latter must be installed on the other machine.
     """
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
     metadata = {canonicalize_name(found["Name"]): found for found in map(_metadata, sorted(wheels.glob("*.whl")))}
     environment = {"python_version": python, "sys_platform": "linux", "platform_system": "Linux", "extra": ""}
     wrong, elsewhere = [], set()
@@ -156,7 +155,15 @@ def take_archive(archive: Path, out: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--out", type=Path, required=True, help="folder to carry")
+    add("--python", default="3.12", metavar="VERSION", help="of the other machine")
+    add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
+    add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
+    add("--without", nargs="+", default=[], metavar="NAME", help="the machine's packages, as `pip freeze` prints them")
+    add("--limit", type=float, default=64.0, metavar="MIB", help="fail if all of it is more")
+    args = command.parse_args(argv)
     wheels = args.out / WHEELS
     shutil.rmtree(wheels, ignore_errors=True)  # two versions of a package would stop pip there
     wheels.mkdir(parents=True)
@@ -191,19 +198,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def package_name(requirement: str) -> str:
     """The package of `NAME==VERSION`, as pip compares names."""
-    return requirement.partition("==")[0].lower().replace("_", "-").replace(".", "-")
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    command = parser(__spec__, __doc__)
-    add = command.add_argument
-    add("--out", type=Path, required=True, help="folder to carry")
-    add("--python", default="3.12", metavar="VERSION", help="of the other machine")
-    add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
-    add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
-    add("--without", nargs="+", default=[], metavar="NAME", help="the machine's packages, as `pip freeze` prints them")
-    add("--limit", type=float, default=64.0, metavar="MIB", help="fail if all of it is more")
-    return command.parse_args(argv)
+    return canonicalize_name(requirement.partition("==")[0])
 
 
 if __name__ == "__main__":

@@ -46,29 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--threads", type=count, default=available_cpus())
     args = command.parse_args(argv)
     others = [each for each in PEERS if each != _OWN]
-    parts = [each.partition("=") for each in args.beside]
-    if unknown := ["".join(each) for each in parts if each[0] not in others or not each[2]]:
+    paths = {name: Path(path) for name, _, path in (each.partition("=") for each in args.beside) if path}
+    if unknown := [each for each in args.beside if each.partition("=")[0] not in {*others} & {*paths}]:
         command.error(f"--beside {unknown[0]}: give NAME=PATH, of {', '.join(others)}")
-    paths = {name: Path(path) for name, _, path in parts}
     with on_cpu(SIZES[args.model_size]) as context, ExitStack() as stack:
-        load = _load(context, args)
+        model = checkpoint(RandomModel(context.size.geometry, dtype=_DTYPE), context.work_dir)
+        room, most = args.prompt_tokens + args.output_tokens + 16, max(args.sequences)
+        load = Load(model, context.mixed_adapters(), room, _DTYPE, args.threads, requests=most)
         servers = dict[str, Served]()
         for peer in (_OWN, *paths):
             say(f"start of {peer}")
-            servers[peer] = PEERS[peer](load, paths.get(peer, Path()), True, stack)
-            stack.callback(servers[peer].signal, suspend=False)  # it must be able to end
-            servers[peer].signal(suspend=True)
+            servers[peer] = peers.suspended(PEERS[peer](load, paths.get(peer, Path()), True, stack), stack)
         rows = [row for number in args.sequences for row in _measured(context, load, servers, number, args)]
     columns = "sequences | server | base, tokens/s: base | 8 adapters, tokens/s: mixed | base / adapters: ratio"
     rows_table("answers", columns, rows).show()
     return conclude({"device": processor(), "model_size": args.model_size, "rows": rows}, True)
-
-
-def _load(context: Context, args: Namespace) -> Load:
-    files = context.mixed_adapters()
-    model = checkpoint(RandomModel(context.size.geometry, dtype=_DTYPE), context.work_dir)
-    room = args.prompt_tokens + args.output_tokens + 16
-    return Load(model, files, room, _DTYPE, args.threads, requests=max(args.sequences))
 
 
 def _measured(
@@ -81,7 +73,7 @@ def _measured(
 
     def seconds(served: Served, chosen: Sequence[int | None]) -> float:
         """Of a token of all sequences."""
-        rates, _ = peers.measure(context, load, served, chosen=chosen, seed=f"{next(turns)}", size=size)
+        rates = peers.measure(context, load, served, chosen=chosen, seed=f"{next(turns)}", size=size)
         return 1 / rates["rate"]  # who serves adapters one after another has decoded most before the last prefill
 
     cases: dict[str, Sequence[int | None]] = {"base": [None], "mixed": range(len(load.files))}

@@ -18,7 +18,7 @@ import torch
 
 from ...core.model.checkpoints.quantization.round_to_nearest import Name, RoundToNearest
 from ..report.command import say
-from .models.random_model import AdapterForm, RandomModel
+from .models.random_model import RandomModel
 from .models.random_model import adapters as random_adapters
 from .models.sizes import ModelSize, is_smoke
 from .store import ResultStore
@@ -90,6 +90,15 @@ class Context:
             return cpu
         return quick if self.quick else full
 
+    @property
+    def prompt(self) -> int:
+        """Tokens before a measured decode step."""
+        return self.pick(8, 256, 512, cpu=64)
+
+    def engine_size(self, most: int) -> dict[str, Any]:
+        """Limits of an engine for decode steps of up to so many sequences."""
+        return {"max_seqs": most, "max_batched": self.pick(64, 8192, 8192), "max_len": self.pick(64, 512, 1024)}
+
     @contextmanager
     def row(self, found: dict[str, Any], case: str, clear: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Measure a row of a section; at its end all results so far are saved.
@@ -131,16 +140,15 @@ class Context:
         """Size of the last cache before memory; 0 if unknown."""
         return torch.cuda.get_device_properties(0).L2_cache_size if self.device == "cuda" else 0
 
-    def adapters(self, rank: int, count: int, form: AdapterForm = AdapterForm.LAYERS) -> dict[str, Path]:
-        """`count` adapters of one rank and form, by name; made on first use.
+    def adapters(self, rank: int, count: int) -> dict[str, Path]:
+        """`count` adapters of one rank, by name; made on first use.
 
         They are links to the same random weights: the engine treats them as separate adapters, but the disk holds them
         once.
         """
-        kind = "r" if form is AdapterForm.LAYERS else f"{form}-r"
-        model = RandomModel(self.size.geometry, (rank,), self.dtype_name, form=form)
+        model = RandomModel(self.size.geometry, (rank,), self.dtype_name)
         (source,) = random_adapters(model, self.work_dir).values()
-        return self.links(source, f"{kind}{rank}", count)
+        return self.links(source, f"r{rank}", count)
 
     def mixed_adapters(self, per_rank: int = 2) -> dict[str, Path]:
         """So many adapters of each of `RANKS`."""

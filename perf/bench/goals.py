@@ -13,20 +13,18 @@ SGMV_LEAST_BATCH = 32
 
 def goals(sections: Mapping[str, Any]) -> list[Goal]:
     """All goals. sections: values of the finished sections; the worst row of a missing section is unknown."""
-    decode = sections.get("decode", {})
-    steps = [row for row in decode.get("buckets", ()) if row["bucket"] <= LARGEST_BATCH]
+
+    def rows(section: str, name: str = "rows", **wanted: Any) -> list[Mapping[str, Any]]:
+        found = sections.get(section, {}).get(name, ())
+        return [row for row in found if all(row[key] == value for key, value in wanted.items())]
+
+    steps = [row for row in rows("decode", "buckets") if row["bucket"] <= LARGEST_BATCH]
+    drawn = [row for row in rows("sampling", "steps") if row["bucket"] <= LARGEST_BATCH]
     shares = [
-        row
-        for row in sections.get("sgmv", {}).get("cells", ())
-        if row["tokens"] >= SGMV_LEAST_BATCH and row["ranks"] == "16" and row["popularity"] == "distinct"
+        row for row in rows("sgmv", "cells", ranks="16", popularity="distinct") if row["tokens"] >= SGMV_LEAST_BATCH
     ]
-    merged = {
-        mix: [row for row in sections.get("merged", {}).get("rows", ()) if row["mix"] == mix]
-        for mix in ("one adapter", "mixture")
-    }
-    drawn = [row for row in sections.get("sampling", {}).get("steps", ()) if row["bucket"] <= LARGEST_BATCH]
-    cold = [row for row in sections.get("ttft", {}).get("rows", ()) if row["rank"] == 16 and row["loading"] == "stream"]
-    http = [row for row in sections.get("http", {}).get("rows", ()) if row["popularity"] == "base"]
+    cold, http = rows("ttft", rank=16, loading="stream"), rows("http", popularity="base")
+    one, mixture = rows("merged", mix="one adapter"), rows("merged", mix="mixture")
     return [
         _worst("decode step, base / byte floor", steps, "base_over_floor", 1.15),
         _worst(
@@ -35,8 +33,8 @@ def goals(sections: Mapping[str, Any]) -> list[Goal]:
         _worst("base step / that of an engine without LoRA", steps, "base_over_plain", 1.01),
         _worst("SGMV share of bandwidth, distinct r16", shares, "share", 0.75, at_most=False),
         _worst("cold TTFT / warm TTFT, r16", cold, "cold_over_warm", 1.10),
-        _worst("tokens/s of one merged adapter / base", merged["one adapter"], "base_over_merged", 0.97, at_most=False),
-        _worst("tokens/s of a merged mixture / base", merged["mixture"], "base_over_merged", 0.93, at_most=False),
+        _worst("tokens/s of one merged adapter / base", one, "base_over_merged", 0.97, at_most=False),
+        _worst("tokens/s of a merged mixture / base", mixture, "base_over_merged", 0.93, at_most=False),
         _worst("tokens/s over HTTP / without it", http, "over_offline", 0.95, at_most=False),
         _worst("tokens/s at temperature 1 / greedy", drawn, "temperature_over_greedy", 0.97, at_most=False),
         _worst("tokens/s at top_p 0.9 / greedy", drawn, "top_p_over_greedy", 0.95, at_most=False),

@@ -36,14 +36,42 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from ...core.executors.cuda import CudaExecutor
+from ...core.model.lora.lora_state_cuda import CudaLoraState, StepLimits
+from ...core.model.read_config import read_model_config
 from ...ops.attention.attention_plan import PlanBuffers
+from ...ops.table_records import Copy
 from ..report.command import conclude, parser
 from ..report.table import rows_table
 from .idle_engine import GEOMETRY, StubDevice, add, decoding, idle_engine
 from .launches import decode_launches, prompt_launches
 from .machine import processor
-from .table_bytes import all_table_bytes
+from .models.sizes import SIZES
+
+#: (rows, largest rank) of the counted engines: defaults of GPUs with 14 GiB and with 40 GiB, and the most rows.
+CASES = (128, 256), (256, 64), (256, 256), (4096, 256)
+
+
+def table_bytes(rows: int, rank: int, size: str = "llama-3.1-8b") -> dict[str, int]:
+    """Page-locked host memory, and device memory, of an engine of `rows` sequences and adapters of up to `rank`.
+
+    Partial sums of the kernels are left out.
+    """
+    locked = []
+
+    def make_copy(num_bytes: int) -> Copy:
+        locked.append(2 * num_bytes)  # two blocks, used in turn
+        return torch.Tensor.copy_
+
+    with tempfile.TemporaryDirectory() as work:
+        config = read_model_config(SIZES[size].write_config(Path(work), "bfloat16"))
+    layout = SIZES[size].geometry.page_layout(itemsize=2)
+    arena = torch.zeros(1, layout.page_elems, dtype=torch.bfloat16, device="meta")
+    limits = StepLimits(rank, adapters=rows, rows=rows, tokens=max(8192, rows), padded=512)
+    state = CudaLoraState(config, arena, layout, limits, max_stall=0.0, make_copy=make_copy)
+    return {"rows": rows, "rank": rank, "page-locked": sum(locked), "device": state.table_bytes}
 
 
 def host_times(
@@ -158,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("launches of a layer", launches),
         ):
             rows_table(title, " | ".join(rows[0]), rows).show()
-    tables = all_table_bytes()
+    tables = [table_bytes(*case) for case in CASES]
     rows_table("bytes of adapter tables", " | ".join(tables[0]), tables).show()
     result = {"tables": tables, "cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
     return conclude({"device": processor(), "steps": args.steps, **result}, ok=True)

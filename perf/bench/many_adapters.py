@@ -12,25 +12,23 @@ Tests: tests/perf/bench/test_many_adapters.py
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from ...core.cpus import available_cpus
 from ..report.command import conclude, count, parser, say
-from ..report.table import Table
+from ..report.table import rows_table
 from ..serving.errors import LoadError
 from ..serving.server_process import LaunchedServer, launched
+from ..serving.streams import Address, send
 from ..serving.vllm_process import vllm_process
 from ..workload.popularity import PowerLaw
 from .machine import family, need_psutil, processor
@@ -61,55 +59,29 @@ def directory_of(source: Path, model: Path, number: int, path: Path) -> Path:
     return path
 
 
-@dataclass
-class Clients:
-    """Clients that ask for adapters in a given order, each as soon as its last answer has ended."""
+async def ask_all(
+    address: Address, order: Sequence[int], vocab: int, clients: int
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Ask for adapters in an order, by clients that ask as soon as their last answer has ended: seconds to the first
+    token, and errors.
+    """
+    firsts: dict[str, list[float]] = {"hot": [], "cold": []}
+    errors, asked, turns = list[str](), set[int](), enumerate(order)
 
-    url: str
-    order: Sequence[int]
-    vocab: int
-    firsts: dict[str, list[float]] = field(default_factory=lambda: {"hot": [], "cold": []})
-    """Seconds to the first token."""
-    errors: list[str] = field(default_factory=list)
-    _asked: set[int] = field(default_factory=set)
-    _turns: Any = field(default_factory=itertools.count)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    async def client() -> None:
+        for turn, index in turns:
+            kind = "hot" if index in asked else "cold"
+            asked.add(index)
+            prompt = [8 + (turn * 31 + place * 7) % (vocab - 8) for place in range(32)]
+            body = {"model": f"a{index:05d}", "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+            try:
+                async with asyncio.timeout(_TIMEOUT):
+                    firsts[kind].append((await send(address, body)).times[0])
+            except (OSError, RuntimeError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
 
-    def run(self, clients: int) -> None:
-        threads = [threading.Thread(target=self._ask_all) for _ in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _ask_all(self) -> None:
-        with httpx.Client(base_url=self.url, timeout=_TIMEOUT, trust_env=False) as client:
-            while (turn := next(self._turns)) < len(self.order):
-                index = self.order[turn]
-                with self._lock:
-                    kind = "hot" if index in self._asked else "cold"
-                    self._asked.add(index)
-                try:
-                    seconds = self._first(client, index, turn)
-                except (LoadError, httpx.HTTPError) as error:
-                    self.errors.append(f"{type(error).__name__}: {error}")
-                else:
-                    self.firsts[kind].append(seconds)
-
-    def _first(self, client: httpx.Client, index: int, turn: int) -> float:
-        """Seconds to the first token of an answer, which is read to its end. Raises LoadError."""
-        prompt = [8 + (turn * 31 + place * 7) % (self.vocab - 8) for place in range(32)]
-        body = {"model": f"a{index:05d}", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "stream": True}
-        began, first = time.perf_counter(), None
-        with client.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                raise LoadError(f"{answer.status_code}: {answer.read().decode():.200}")
-            for line in answer.iter_lines():
-                if first is None and line.startswith("data: {"):
-                    first = time.perf_counter() - began
-        if first is None:
-            raise LoadError("a stream had no token")
-        return first
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return firsts, errors
 
 
 def resident_bytes(pid: int) -> int:
@@ -162,9 +134,8 @@ def _of_server(
         started = time.monotonic() - began
         at_start = resident_bytes(server.pid)
         say(f"{name} started in {started:.1f} s")
-        clients = Clients(server.url, order, vocab)
         began = time.monotonic()
-        clients.run(args.clients)
+        firsts, errors = asyncio.run(ask_all(server.address, order, vocab, args.clients))
         seconds = time.monotonic() - began
         at_end = resident_bytes(server.pid)
     return {
@@ -172,9 +143,9 @@ def _of_server(
         "seconds": seconds,
         "bytes_at_start": at_start,
         "bytes_at_end": at_end,
-        "errors": len(clients.errors),
-        "first_error": next(iter(clients.errors), None),
-        **{kind: _marks(seconds) for kind, seconds in clients.firsts.items()},
+        "errors": len(errors),
+        "first_error": next(iter(errors), None),
+        **{kind: _marks(seconds) for kind, seconds in firsts.items()},
     }
 
 
@@ -203,17 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"many_adapters: {error}", file=sys.stderr)
         return 2
     servers = {"chorus": found, **found.get("beside", {})}
-    title = f"{found['adapters']} adapters on disk"
-    table = Table(title, ["server", "requests", "number", "TTFT p50, ms", "TTFT p99, ms"])
-    costs = Table("server", ["server", "start, s", "requests/s", "MB at the start", "MB at the end", "errors"])
-    for name, each in servers.items():
-        for kind in ("hot", "cold"):
-            marks = (mark and 1e3 * mark for mark in (each[kind]["p50"], each[kind]["p99"]))
-            table.add(name, kind, each[kind]["requests"], *marks)
-        rate, memory = found["requests"] / each["seconds"], (each["bytes_at_start"] / 1e6, each["bytes_at_end"] / 1e6)
-        costs.add(name, each["start_seconds"], rate, *memory, each["errors"])
-    table.show()
-    costs.show()
+    firsts = [
+        {"server": name, "kind": kind, **each[kind]} for name, each in servers.items() for kind in ("hot", "cold")
+    ]
+    columns = "server | requests: kind | number: requests | TTFT p50, ms: p50 * 1e3 | TTFT p99, ms: p99 * 1e3"
+    rows_table(f"{found['adapters']} adapters on disk", columns, firsts).show()
+    costs = [{"server": name, "rate": found["requests"] / each["seconds"], **each} for name, each in servers.items()]
+    columns = "server | start, s: start_seconds | requests/s: rate | MB at the start: bytes_at_start * 1e-6"
+    rows_table("server", f"{columns} | MB at the end: bytes_at_end * 1e-6 | errors", costs).show()
     return conclude({"device": processor(), **found}, not found["errors"])
 
 

@@ -174,20 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
         folder = Path(shared)
         unix_socket = folder / "socket"
-        flags = [
-            "--model",
-            str(served),
-            "--memory-bytes",
-            args.memory or str(max(2 << 30, 3 * num_bytes)),
-            "--max-adapter-bytes",
-            str(num_bytes + (1 << 20)),
-            "--host-cache-bytes",
-            str(4 * num_bytes),
-        ]
-        flags += ["--adapter-roots", shared, "--adapter-uploads", str(folder / "uploads")]
+        flags: dict[str, object] = {"--model": served, "--memory-bytes": args.memory or max(2 << 30, 3 * num_bytes)}
+        flags |= {"--max-adapter-bytes": num_bytes + (1 << 20), "--host-cache-bytes": 4 * num_bytes}
+        flags |= {"--adapter-roots": shared, "--adapter-uploads": folder / "uploads", "--unix-socket": unix_socket}
         try:
             with (
-                launched([*flags, "--unix-socket", str(unix_socket)]) as server,
+                launched([str(part) for flag in flags.items() for part in flag]) as server,
                 httpx.Client(base_url=server.url, timeout=_TIMEOUT, trust_env=False) as client,
             ):
                 found = measured(Target(client, unix_socket, folder), source, args.pushes, args.ways)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,10 @@ from ..report.table import Table
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "int8": {"quantization": "int8"},
-    "int8 with lm_head": {"quantization": "int8", "quantize_lm_head": True},
-    "int4": {"quantization": "int4"},
-    "int4 with lm_head": {"quantization": "int4", "quantize_lm_head": True},
-    "w8a8": {"quantization": "w8a8"},
-    "w8a8 with lm_head": {"quantization": "w8a8", "quantize_lm_head": True},
-    "w4a8": {"quantization": "w4a8"},
-    "w4a8 with lm_head": {"quantization": "w4a8", "quantize_lm_head": True},
-    "fp8": {"quantization": "fp8"},
-    "fp8 with lm_head": {"quantization": "fp8", "quantize_lm_head": True},
+    **{
+        f"{name}{' with lm_head' * has_head}": {"quantization": name, "quantize_lm_head": has_head}
+        for name, has_head in product(("int8", "int4", "w8a8", "w4a8", "fp8"), (False, True))
+    },
     "plain, FP8 KV cache": {"kv_cache_dtype": "fp8"},
     "int8, FP8 KV cache": {"quantization": "int8", "kv_cache_dtype": "fp8"},
 }

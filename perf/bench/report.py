@@ -58,10 +58,10 @@ def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
     for name in SECTIONS:
         values = combined["sections"].get(name) or combined["partial"].get(name)
         if values is not None:
-            tables = section(name).tables(values)
+            made = section(name).tables(values)
             if lost := values.get("not_measured"):
-                tables.append(rows_table(f"{name}: not measured", "case | because: why", lost))
-            for table in tables:
+                made.append(rows_table(f"{name}: not measured", "case | because: why", lost))
+            for table in made:
                 if name in combined["partial"]:
                     table.title += " (incomplete)"
                 if smoke:

@@ -8,11 +8,9 @@ With `--free`, proposals are as long as if verified tokens cost nothing: then th
 
 The load `copying` is a prompt with its text twice, the second time cut: a model that copies goes on with the rest. The
 load `free` has the text once, and `chats` are the prompts of `--chats`. With the built-in model, which repeats its
-input, each text is one of its inputs. With another model the ratios of times have bars; `--data` names a folder with
-the texts of the judged loads, which run in float32 and bfloat16.
+input, each text is one of its inputs.
 
     python -m chorus.perf.bench.speculation
-    python -m chorus.perf.bench.speculation --model DIR --adapters DIR --data DIR
     python -m chorus.perf.bench.speculation --model DIR --adapters DIR --prompts dolly.jsonl gsm8k.jsonl \
         --chats sharegpt.jsonl --dtype float32 bfloat16
 
@@ -23,9 +21,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count, islice, product
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +38,14 @@ from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..inline_reads import InlineReads
 from ..report.command import judge, parser
-from ..report.table import Goal, Table
+from ..report.table import Goal, rows_table
 from .timer import ratio
 
 FIELDS = ("context", "question", "prompt", "instruction")
 """Fields of a line of `--prompts` whose text is used, the first that is there."""
 
-LOADS = ("copying", "free")
-
-JUDGED_PROMPTS, JUDGED_CHATS = ("dolly6400.jsonl", "gsm8k_test.jsonl"), "sharegpt_aibrix_5s.jsonl"
-"""Files in the folder `prompts` of `--data`."""
-
-FASTER_ALONE, FASTER_TOGETHER, LEAST_FREE = 1.5, 1.25, 0.98
-"""Bars of the time without over the time with speculation: of the load `copying` for one row and for several, and of
-the others."""
-
 Prompt = tuple[str | None, list[int]]
 """An adapter, None for the base model, and tokens."""
-
-
-@dataclass
-class Counts:
-    """Of all rounds of an engine on a load."""
-
-    steps: int = 0
-    tokens: int = 0
-    proposed: int = 0
-    accepted: int = 0
 
 
 class FreeTokens(TokenCost):
@@ -85,7 +63,6 @@ class Runner:
         self.engine = Engine.from_config(config, InlineReads())
         if is_free and self.engine.speculation is not None:
             self.engine.speculation.cost = FreeTokens()
-        self.counts = Counts()
         self.answers: dict[int, list[int]] = {}
         """The tokens of each prompt's answer, the same in each round."""
         self._max_tokens, self._ids = max_tokens, count()
@@ -104,21 +81,21 @@ class Runner:
             self._generated[name] = []
             self.engine.add_request(Request(name, list(tokens), params, adapter))
 
+    def counts(self) -> list[int]:
+        """Steps, and generated, proposed and accepted tokens so far."""
+        stats = self.engine.stats()
+        return [stats.num_steps, stats.num_generated_tokens, stats.num_proposed_tokens, stats.num_accepted_tokens]
+
     def has_work(self) -> bool:
         return self.engine.has_work()
 
     def step(self) -> None:
-        before, began = self.engine.stats(), time.perf_counter()
+        began = time.perf_counter()
         outputs = self.engine.step()
         self.spent += time.perf_counter() - began
         for output in outputs:
             self._generated[output.request_id] += output.token_ids
             self.num_tokens += len(output.token_ids)
-        after, counts = self.engine.stats(), self.counts
-        counts.steps += after.num_steps - before.num_steps
-        counts.tokens += after.num_generated_tokens - before.num_generated_tokens
-        counts.proposed += after.num_proposed_tokens - before.num_proposed_tokens
-        counts.accepted += after.num_accepted_tokens - before.num_accepted_tokens
         self.answers = dict(enumerate(self._generated.values()))
 
 
@@ -153,35 +130,24 @@ def read_prompts(
 
     Raises ValueError.
     """
-    loads: dict[str, list[Prompt]] = {load: [] for load in LOADS}
-    for index, path in enumerate(paths):
-        wanted = count * (index + 1) // len(paths) - count * index // len(paths)
-        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        texts = (next((row[name] for name in FIELDS if row.get(name)), "") for row in rows)
-        for tokens in _long_enough(path, texts, wanted, most, encode):
-            adapter = adapters[len(loads["free"]) % len(adapters)]
-            loads["free"].append((adapter, tokens))
-            loads["copying"].append((adapter, tokens + tokens[: len(tokens) // 3]))
-    return loads
+    parts = [count * (index + 1) // len(paths) - count * index // len(paths) for index in range(len(paths))]
+    texts = [each for path, part in zip(paths, parts, strict=True) for each in _long_enough(path, part, most, encode)]
+    free = list(zip(cycle(adapters), texts, strict=False))
+    return {"copying": [(name, tokens + tokens[: len(tokens) // 3]) for name, tokens in free], "free": free}
 
 
 def read_chats(
     path: Path, count: int, adapters: Sequence[str | None], most: int, encode: Callable[[str], list[int]]
 ) -> list[Prompt]:
     """Prompts from a file of JSON lines whose `requests` have a `prompt` each, cut as in `read_prompts`."""
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    texts = (request["prompt"] for row in rows for request in row["requests"])
-    return [
-        (adapters[index % len(adapters)], tokens)
-        for index, tokens in enumerate(_long_enough(path, texts, count, most, encode))
-    ]
+    return list(zip(cycle(adapters), _long_enough(path, count, most, encode), strict=False))
 
 
-def _long_enough(
-    path: Path, texts: Iterable[str], count: int, most: int, encode: Callable[[str], list[int]]
-) -> list[list[int]]:
+def _long_enough(path: Path, count: int, most: int, encode: Callable[[str], list[int]]) -> list[list[int]]:
     """The tokens of the first `count` texts of at least 24 tokens, cut at `most`."""
-    encoded = (encode(text)[:most] for text in texts)
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    fields = (each for row in rows for each in row.get("requests", [row]))
+    encoded = (encode(next((each[name] for name in FIELDS if each.get(name)), ""))[:most] for each in fields)
     found = list(islice((tokens for tokens in encoded if len(tokens) >= 24), count))
     if len(found) < count:
         raise ValueError(f"{path}: has fewer than {count} texts of 24 tokens in the fields {', '.join(FIELDS)}")
@@ -195,22 +161,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--adapters", type=Path, help="a directory of adapters; default: the built-in model's")
     add("--prompts", type=Path, nargs="+", help="files of JSON lines; needed with --model")
     add("--chats", type=Path, help="a file of JSON lines with requests, for the load chats")
-    add("--data", type=Path, help=f"a folder with prompts/{{{','.join((*JUDGED_PROMPTS, JUDGED_CHATS))}}}")
     add("--rows", type=int, nargs="+", default=[1, 8], help="requests at once")
     add("--requests", type=int, default=32, help="requests of a load")
     add("--max-tokens", type=int, default=96)
     add("--prompt-tokens", type=int, default=192, help="most tokens of a text")
-    add("--dtype", nargs="+", help="default: float32; with --data bfloat16, too")
+    add("--dtype", nargs="+", default=["float32"])
     add("--rounds", type=int, default=4, help="pairs of runs, after one that is not timed")
     add("--free", action="store_true", help="don't weigh what a verified token costs here")
     add("--threads", type=int, default=torch.get_num_threads())
     arguments = command.parse_args(argv)
-    if (data := arguments.data) is not None:
-        arguments.prompts = arguments.prompts or [data / "prompts" / name for name in JUDGED_PROMPTS]
-        arguments.chats = arguments.chats or data / "prompts" / JUDGED_CHATS
-    arguments.dtype = arguments.dtype or ["float32", *(["bfloat16"] if data is not None else [])]
     if arguments.prompts is None and arguments.model != BUILTIN_MODEL:
-        command.error("--model needs --prompts or --data: texts that its requests are made of")
+        command.error("--model needs --prompts: texts that its requests are made of")
     return _run(arguments)
 
 
@@ -229,13 +190,6 @@ def _run(arguments: Any) -> int:
         loads = read_prompts(arguments.prompts, *of_each)
         if arguments.chats is not None:
             loads["chats"] = read_chats(arguments.chats, *of_each)
-    table = Table(
-        f"speculation, {arguments.model.name}",
-        [
-            *("dtype", "load", "rows", "tokens per step, off", "on", "proposed", "accepted", "share"),
-            "time, off over on, in pairs",
-        ],
-    )
     results, same = [], True
     for dtype, (load, prompts), rows in product(arguments.dtype, loads.items(), arguments.rows):
         runners = {
@@ -250,55 +204,41 @@ def _run(arguments: Any) -> int:
             for runner in runners.values():
                 runner.engine.close()
         same = result.pop("same") and same
-        table.add(dtype, load, rows, *result.values())
         results.append({"dtype": dtype, "load": load, "rows": rows, **result})
-    table.show()
-    goals = [Goal("answers that are the same", float(same), 1.0)]
-    if arguments.model != BUILTIN_MODEL:
-        goals += [_bar(result) for result in results]
-    return judge({"model": arguments.model.name, "results": results}, goals)
-
-
-def _bar(result: dict[str, Any]) -> Goal:
-    """The bar of a load's time."""
-    faster = FASTER_ALONE if result["rows"] == 1 else FASTER_TOGETHER
-    name = f"{result['dtype']}, {result['load']}, {result['rows']} rows: time off over on"
-    return Goal(name, result["time"], faster if result["load"] == "copying" else LEAST_FREE)
+    columns = (
+        "dtype | load | rows | tokens per step, off: off | on | proposed | accepted | share | "
+        "time, off over on, in pairs: time"
+    )
+    rows_table(f"speculation, {arguments.model.name}", columns, results).show()
+    goal = Goal("answers that are the same", float(same), 1.0)
+    return judge({"model": arguments.model.name, "results": results}, [goal])
 
 
 def _compare(runners: dict[str, Runner], prompts: Sequence[Prompt], rounds: int) -> dict[str, Any]:
     run_together(runners, prompts)  # loads the adapters
-    for runner in runners.values():
-        runner.counts = Counts()
+    before = {name: runner.counts() for name, runner in runners.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for index in range(rounds):
         order = [*runners][:: -1 if index % 2 else 1]
         for name, spent in run_together({name: runners[name] for name in order}, prompts).items():
             seconds[name].append(spent)
-    off, on = (runners[name].counts for name in ("off", "ngram"))
+    off, on = ([now - then for now, then in zip(runners[each].counts(), before[each], strict=True)] for each in runners)
+    _, _, proposed, accepted = on
     return {
-        "off": off.tokens / off.steps,
-        "on": on.tokens / on.steps,
-        "proposed": on.proposed // rounds,
-        "accepted": on.accepted // rounds,
-        "share": on.accepted / on.proposed if on.proposed else None,
+        "off": off[1] / off[0],
+        "on": on[1] / on[0],
+        "proposed": proposed // rounds,
+        "accepted": accepted // rounds,
+        "share": accepted / proposed if proposed else None,
         "time": ratio(seconds, "off", "ngram"),
         "same": runners["off"].answers == runners["ngram"].answers,
     }
 
 
 def _config(arguments: Any, adapters: Path | None, rows: int, dtype: Any, speculation: Any) -> EngineConfig:
-    return EngineConfig(
-        model=arguments.model,
-        adapters=adapters,
-        device="cpu",
-        dtype=dtype,
-        threads=arguments.threads,
-        max_num_seqs=rows,
-        speculation=speculation,
-        prefix_cache=False,  # each round computes its prompts
-        memory_bytes=1 << 28,
-    )
+    own = {"model": arguments.model, "adapters": adapters, "device": "cpu", "dtype": dtype, "max_num_seqs": rows}
+    own |= {"threads": arguments.threads, "speculation": speculation, "memory_bytes": 1 << 28}
+    return EngineConfig.model_validate({**own, "prefix_cache": False})  # each round computes its prompts
 
 
 if __name__ == "__main__":

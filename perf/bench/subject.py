@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
@@ -66,11 +66,9 @@ class Subject:
         inline_reads: bool = False,
         shadow: bool = False,
         size: ModelSize | MixtureSize | None = None,
-        clock: Callable[[], float] = time.perf_counter,
         **fields: Any,
     ) -> None:
         self._context = context
-        self._clock = clock
         self._random = Random(context.seed)
         self._serial = 0
         self._buckets = DecodeBuckets(max_seqs)
@@ -108,10 +106,10 @@ class Subject:
             "seed": context.seed,
         }
         config = EngineConfig.model_validate({**common, **context.engine, **fields})
-        began = clock()
+        began = time.perf_counter()
         self.engine = Engine.from_config(config, InlineReads() if inline_reads else None)
         context.timer.synchronize()
-        self._startup_seconds = clock() - began
+        self._startup_seconds = time.perf_counter() - began
         for name, path in adapters.items():
             self.engine.store.register(name, path)
 
@@ -166,17 +164,17 @@ class Subject:
 
     def timed_step(self) -> tuple[list[RequestOutput], float]:
         """Outputs of a step, and its seconds."""
-        began = self._clock()
+        began = time.perf_counter()
         outputs = self.step()
-        return outputs, self._clock() - began
+        return outputs, time.perf_counter() - began
 
     def finish(self) -> float:
         """Run until there is no work left; seconds."""
-        began = self._clock()
+        began = time.perf_counter()
         while self.engine.has_work():
             self.step()
         self._context.timer.synchronize()
-        return self._clock() - began
+        return time.perf_counter() - began
 
     def clear(self, requests: Sequence[Request]) -> None:
         """Abort those of `requests` that still run."""
@@ -264,11 +262,11 @@ class Subject:
     def first_token_seconds(self, prompt_tokens: int, adapter: str | None = None) -> float:
         """Time to first token of a request that arrives now."""
         request = self.request(prompt_tokens, 1, adapter)
-        began = self._clock()
+        began = time.perf_counter()
         self.engine.add_request(request)
         while not request.num_output_tokens:
             self.step()
-        seconds = self._clock() - began
+        seconds = time.perf_counter() - began
         self.finish()
         return seconds
 

@@ -31,7 +31,14 @@ _LONG = 40
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("results", nargs="+", metavar="RESULT", help="file that ends with a JSON object")
+    add("--baseline", type=Path, default=BASELINES, metavar="DIR", help="the baselines")
+    add("--update", action="store_true", help="make the results the new baseline")
+    add("--write-missing", action="store_true", help="make results without a baseline for their device the baseline")
+    add("--skip-unknown", action="store_true", help="pass results without a baseline for their device")
+    args = command.parse_args(argv)
     try:
         reports = [_gate(run, args) for run in _runs(args)]
     except GateError as error:
@@ -121,21 +128,6 @@ def _show(run: Run, baseline: Baseline, verdicts: Sequence[Verdict]) -> None:
         better = f"; {counts[Status.BETTER]} better: keep that with --update" if counts[Status.BETTER] else ""
         text = f"{len(verdicts)} metrics, none worse than the baseline{better}"
     print(f"{run.label}: {text}")
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    command = parser(__spec__, __doc__)
-    add = command.add_argument
-    add("results", nargs="+", metavar="RESULT", help="file that ends with a JSON object")
-    add("--baseline", type=Path, default=BASELINES, metavar="DIR", help="the baselines")
-    add("--update", action="store_true", help="make the results the new baseline")
-    add("--write-missing", action="store_true", help="make results without a baseline for their device the baseline")
-    add(
-        "--skip-unknown",
-        action="store_true",
-        help="pass results without a baseline for their device instead of failing",
-    )
-    return command.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,15 @@ _COLUMNS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    command = _parser()
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_90,sm_80")
+    add("--only", type=_pattern, default="", metavar="REGEX", help="take only variants whose 'KERNEL GROUP' matches")
+    add("--known", type=Path, metavar="FILE", help="of variants compiled before, which are not compiled again")
+    what = "only take the widest variants through Triton's front end, with whichever version is installed"
+    add("--translate", action="store_true", help=what)
+    add("--keep", action="store_true", help="write all known variants to the file of --known")
+    add("--workers", type=count, default=min(4, len(os.sched_getaffinity(0))), help="processes that compile")
     args = command.parse_args(argv)
     if args.keep and args.known is None:
         command.error("--keep needs --known FILE, the file to write")
@@ -92,24 +100,6 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    command = parser(__spec__, __doc__)
-    add = command.add_argument
-    add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_90,sm_80")
-    add("--only", type=_pattern, default="", metavar="REGEX", help="take only variants whose 'KERNEL GROUP' matches")
-    add(
-        "--known",
-        type=Path,
-        metavar="FILE",
-        help="file of variants that were compiled before, and are not compiled again",
-    )
-    what = "only take the widest variants through Triton's front end, with whichever version is installed"
-    add("--translate", action="store_true", help=what)
-    add("--keep", action="store_true", help="write all known variants to the file of --known")
-    add("--workers", type=count, default=min(4, len(os.sched_getaffinity(0))), help="processes that compile")
-    return command
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
             (torch_norm, "rms_norm"),
             (torch_norm, "add_rms_norm"),
             (torch_gemm, "silu_and_mul"),
+            (elementwise, "silu_and_mul"),
             (elementwise, "rotate_and_write"),
         ):
             stack.enter_context(patch.object(owner, name, getattr(elementwise_triton, name)))

@@ -65,7 +65,7 @@ _KINDS = {
 def opened(context: Context, load: Load) -> Iterator[Runner]:
     """A warm engine that runs a load's steps; it is idle, and freed at the end."""
     sequences = load.size if load.kind == "decode" else _beside(context) + 1
-    before, prompt = _before(context), 0 if load.kind == "decode" else load.size
+    before, prompt = context.prompt, 0 if load.kind == "decode" else load.size
     ranks = RANKS if load.mode == "ranks" and not context.smoke else (RANK,)
     named = {rank: context.adapters(rank, sequences) for rank in ranks}
     names = [name for name, _ in zip(_in_turn([list(each) for each in named.values()]), range(sequences), strict=False)]
@@ -91,7 +91,7 @@ class Runner:
 
     def floors(self) -> dict[Part, float]:
         """See `parts.floors`. Of a mixed step: its prompt and the sequences that decode beside it, added up."""
-        load, before = self.load, _before(self.context)
+        load, before = self.load, self.context.prompt
         ranks = [] if load.mode in ("base", "merged") else self.ranks
         if load.kind == "decode":
             return floors(self.context, load.size, 1, before, ranks)
@@ -115,7 +115,7 @@ class Runner:
             subject.load(self.names[:1])
             subject.merge(self.names[0])
         adapters = {"base": [None] * self.load.size, "merged": [self.names[0]] * self.load.size}.get(mode, self.names)
-        requests = subject.decoding(adapters, _before(self.context), steps)
+        requests = subject.decoding(adapters, self.context.prompt, steps)
         for _ in range(steps):
             with span():
                 subject.step()
@@ -126,7 +126,7 @@ class Runner:
         subject = self.subject
         adapters: list[str | None] = [None] * len(self.names) if self.load.mode == "base" else [*self.names]
         for measured in (False, *[True] * steps):
-            requests = subject.decoding(adapters[1:], _before(self.context), 4)
+            requests = subject.decoding(adapters[1:], self.context.prompt, 4)
             requests.append(subject.add(self.load.size, 2, adapters[0]))
             if measured:
                 with span():
@@ -147,11 +147,6 @@ class Runner:
                     with span():
                         subject.step()
             subject.finish()
-
-
-def _before(context: Context) -> int:
-    """Tokens whose KV a decoding sequence reads."""
-    return context.pick(8, 256, 512, cpu=64)
 
 
 def _beside(context: Context) -> int:

@@ -142,16 +142,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--adapters", type=int, default=10_000)
     command.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="NAME")
     args = command.parse_args(argv)
-    rows, columns = [], ["policy", "replicas", "choose_us"]
+    rows: list[dict[str, Any]] = []
     ratios: dict[str, list[float]] = {}
     for size in SIZES:
         for policy in args.policies:
             api_server = ApiServer(policy, size, args.adapters)
             chosen = timed(api_server.choose, args.decisions)
-            rows.append(dict(zip(columns, (policy, size, float(np.median(chosen))), strict=True)))
+            rows.append({"policy": policy, "replicas": size, "choose_us": float(np.median(chosen))})
             if policy == OWN:
                 ratios = repeats(chosen)
-    rows_table(f"µs of a decision among replicas with {args.adapters} adapters", " | ".join(columns), rows).show()
+    rows_table(
+        f"µs of a decision among replicas with {args.adapters} adapters", "policy | replicas | choose_us", rows
+    ).show()
     goals = [
         Goal(f"{OWN} with {row['replicas']} replicas, µs", row["choose_us"], args.limit, at_most=True)
         for row in rows

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count as numbers
 from statistics import median
@@ -79,18 +80,17 @@ def measured(replicas: int, clients: int, seconds: float, flags: Sequence[str]) 
         with httpx.Client(base_url=server.url, timeout=_TIMEOUT, trust_env=False) as client:
             expected = [_answer(client, question) for question in questions]
         load = Load(server.url, questions, expected)
-        threads = [threading.Thread(target=load.run) for _ in range(clients)]
-        for thread in threads:
-            thread.start()
-        time.sleep(seconds / 3)
-        victim = server.children("replica")[0]
-        say(f"killing a replica, process {victim}")
-        killed = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        time.sleep(2 * seconds / 3)
-        load.over.set()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(clients) as pool:
+            running = [pool.submit(load.run) for _ in range(clients)]
+            time.sleep(seconds / 3)
+            victim = server.children("replica")[0]
+            say(f"killing a replica, process {victim}")
+            killed = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            time.sleep(2 * seconds / 3)
+            load.over.set()
+        for each in running:
+            each.result()
     return judged(load.answers, killed)
 
 

@@ -30,7 +30,7 @@ from ...server.cluster.placement.settings import PLANNERS, MigrationSettings
 from ...server.cluster.router import ReplicaState
 from ..bench.machine import processor
 from ..report.command import conclude, parser
-from ..report.table import Table
+from ..report.table import rows_table
 from .decision_time import loop_us
 
 SLOTS, BLOCK_TOKENS, TOKENS = 32, 16, 32 * 2048
@@ -142,11 +142,8 @@ def _measure(arguments: argparse.Namespace, most_replicas: int) -> list[dict[str
     planners = [name for name in PLANNERS if most_replicas <= arguments.programs_to or name not in NEED_HIGHS]
     lines = measure(problems, MigrationSettings(solve_seconds=arguments.solve_seconds), planners)
     shape = f"{problems[0].num_replicas} replicas, about {median(len(one.home) for one in problems):.0f} requests"
-    table = Table(f"K = {most_replicas}: {shape}", ["planner", "ms", "most", "regret %", "most %", "moves"])
-    for line in lines:
-        regrets = (None if line[name] is None else 100 * line[name] for name in ("regret", "most_regret"))
-        table.add(line["planner"], line["ms"], line["most_ms"], *regrets, line["moves"])
-    table.show()
+    columns = "planner | ms | most: most_ms | regret %: regret * 100 | most %: most_regret * 100 | moves"
+    rows_table(f"K = {most_replicas}: {shape}", columns, lines).show()
     return lines
 
 

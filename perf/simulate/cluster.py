@@ -14,8 +14,7 @@ from typing import Any
 from ...server.cluster.router import AnswerLengths, MostIdle, Policy, Replicas, ReplicaState, Routed
 from ..workload.fields import WorkloadError
 from ..workload.request import TraceRequest
-from .machine import Host, Process
-from .records import Records, Served
+from .records import Records
 from .replica import NOTHING, Left, Phase, Progress, Replica
 
 #: Called with the time, and the replicas as they are then.
@@ -118,13 +117,12 @@ class Cluster:
         controller: Controller | None = None,
         make: Make | None = None,
         answers: AnswerLengths | None = None,
-        host: Host | None = None,
     ) -> None:
         """more: one of these is sent for each request that has ended. staleness: all replicas report every so many
         seconds, and the router knows only the last report, so its knowledge is up to so old; requests that it has sent
         since don't count, as if it were one of many routers. 0: it knows everything. make: makes replicas that boot.
-        answers: gets the lengths of completions. host: shared by all replicas: their steps share its machine's
-        processors; without one each replica has its own processors, and API server and client take no time.
+        answers: gets the lengths of completions. Each replica has its own processors, and API server and client take no
+        time.
         """
         self.now = 0.0
         self.replicas = list(replicas)
@@ -133,8 +131,6 @@ class Cluster:
         self._controller = controller
         self._make = make
         self._answers = answers
-        self._host = host
-        self._processes: dict[int, Process] = {}  # of replicas, on the host's machine
         self._records = Records()
         self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's current wake
         self._timers: list[tuple[float, int, bool, Callable[[], None]]] = []  # time, order, whether it is a tick
@@ -204,25 +200,21 @@ class Cluster:
     def run_until(self, time: float) -> None:
         """Process the events before `time`."""
         heap, timers, coming, replicas = self._heap, self._timers, self._coming, self.replicas
-        machine = None if self._host is None else self._host.machine
         while True:
             wake = heap[0][0] if heap else math.inf
             due = timers[0][0] if timers else math.inf
             sent = coming[0].arrival if coming else math.inf
-            ends = math.inf if machine is None else machine.next_end
-            now = min(wake, due, sent, ends)
+            now = min(wake, due, sent)
             if now >= time:
                 return
             if now >= self._next_report:
                 self._report(now)
                 continue
             self.now = now
-            if machine is not None and ends <= now:
-                machine.end_next()
-            elif sent <= now:
+            if sent <= now:
                 self.offer(coming.popleft())
             elif due <= now:
-                if wake == sent == ends == time == math.inf and not self._num_due:
+                if wake == sent == time == math.inf and not self._num_due:
                     return
                 _, _, is_tick, action = heappop(timers)
                 self._num_due -= not is_tick
@@ -234,10 +226,7 @@ class Cluster:
 
     def _advance(self, replica: Replica) -> None:
         """End a replica's step and begin the next; requests that it gave up, or made room for, continue."""
-        if self._host is None:
-            replica.advance(self._records.add)
-        else:
-            self._advance_on(self._host, replica)
+        replica.advance(self._records.add)
         if replica.wake < math.inf:
             heappush(self._heap, (replica.wake, replica.index))
         if self._answers is not None:
@@ -250,33 +239,11 @@ class Cluster:
         if replica.phase is Phase.DRAINING:
             self._check_gone(replica)
 
-    def _advance_on(self, host: Host, replica: Replica) -> None:
-        """The new step ends when the machine has done its work; the tokens of the previous one are sent."""
-        ended: list[tuple[int, Served]] = []
-        now, rows = replica.wake, replica.num_rows
-        replica.advance(lambda served: ended.append((replica.ended[-1].id, served)))
-        if rows:
-            host.deliver(now, rows, list(replica.began), ended, self._records.add)
-        if replica.num_rows:
-            work, replica.wake = replica.wake - now, math.inf
-            self._processes[replica.index].do(now, work, lambda at: self._wake(replica, at))
-
-    def _wake(self, replica: Replica, now: float) -> None:
-        replica.wake = now
-        heappush(self._heap, (now, replica.index))
-
     def offer(self, request: TraceRequest) -> None:
         """A request arrives; earlier requests go first."""
         self.now = request.arrival
         while self.now >= self._next_report:
             self._report(self.now)
-        if self._host is None:
-            self._come(request, self.now)
-        else:
-            self._host.send(request, self.now, lambda now: self._come(request, now))
-
-    def _come(self, request: TraceRequest, now: float) -> None:
-        self.now = now
         if self._controller is not None:
             self._tell(Happened.ARRIVED, request=request)
         self._offer(request, NOTHING)
@@ -309,11 +276,6 @@ class Cluster:
         """Replicas came or went. The router's knowledge of the others stays."""
         known = dict(zip(map(id, self._serving), self._states, strict=True))
         self._serving = [replica for replica in self.replicas if replica.phase is Phase.SERVING]
-        if self._host is not None:
-            for replica in self._serving:
-                if replica.index not in self._processes:
-                    replica.step_singly()
-                    self._processes[replica.index] = self._host.replica()
         fresh = (lambda state: state.copy()) if self._period else (lambda state: state)
         self._states = Replicas(known.get(id(each)) or fresh(each.look(self.now)) for each in self._serving)
 

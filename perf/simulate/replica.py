@@ -123,7 +123,6 @@ class Replica:
             name=f"replica-{index}",
         )
         self.failures: list[float] = []  # arrivals of requests that were refused or ended with an error
-        self.began: list[TraceRequest] = []  # requests that had their first token in the last step
         self.ended: list[TraceRequest] = []  # by the last step, failures included
         self.left: list[Left] = []  # requests that the last step's end gave up
         self._reads = self.executor.adapters.reads
@@ -178,7 +177,6 @@ class Replica:
         ended.
         """
         engine, clock = self.engine, self.clock
-        self.began.clear()
         self.ended.clear()
         self.left.clear()
         if self._plan is not None:
@@ -208,10 +206,6 @@ class Replica:
         self._read(engine.end_step(None), done)
         self.wake = clock.now if engine.has_work() else math.inf
 
-    def step_singly(self) -> None:
-        """Let no step stand for several: when one ends, others decide."""
-        self.engine.scheduler.may_repeat = False
-
     def look(self, now: float) -> ReplicaState:
         """Return `state`, after updating the parts that change with time alone."""
         state = self.state
@@ -223,11 +217,6 @@ class Replica:
         return state
 
     # -- orders of the cluster, between two steps
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences of the current step; 0 without one."""
-        return 0 if self._plan is None else len(self._plan.sequences)
 
     def held(self) -> list[Held]:
         """Return a planner's view of the requests that have come and not ended."""
@@ -310,7 +299,6 @@ class Replica:
             each = requests[output.request_id]
             if each.first_token is None:
                 each.first_token = now
-                self.began.append(each.item)
             if output.finish_reason is not None:
                 del requests[output.request_id]
                 item, request = each.item, each.request

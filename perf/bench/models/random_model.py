@@ -11,9 +11,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,6 @@ _SPECIAL = ("<unk>", "<s>", "</s>")
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
-class AdapterForm(StrEnum):
-    """What an adapter changes."""
-
-    LAYERS = "layers"
-    """All projections of all layers."""
-    HEAD = "head"
-    """The output projection alone."""
-    ADDED = "added"
-    """Query projections, and it has eight tokens beyond the model's vocabulary."""
-    ROWS = "rows"
-    """Query projections, and 4,096 trained tokens, or a quarter of the vocabulary if that is less."""
-
-
 @dataclass(frozen=True)
 class RandomModel:
     """Values that determine a model's weights, and the weights of an adapter of each of `ranks`."""
@@ -51,8 +37,6 @@ class RandomModel:
     ranks: tuple[int, ...] = (8, 16, 32, 64, 8, 16, 32, 64)
     dtype: str = "bfloat16"
     seed: int = 0
-    form: AdapterForm = AdapterForm.LAYERS
-    """Of the adapters."""
 
 
 def checkpoint(model: RandomModel, work_dir: Path) -> Path:
@@ -103,38 +87,18 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
     dtype = getattr(torch, model.dtype)
     generator = torch.Generator().manual_seed(1 + model.seed * 1000 + index)
     tensors = {}
-    tokens: Sequence[int] = ()
-    if model.form is AdapterForm.HEAD:
-        dims, targets = {"lm_head": (shape.hidden, shape.vocab)}, ["lm_head"]
-    elif model.form is not AdapterForm.LAYERS:
-        count = min(4096, shape.vocab // 4)
-        tokens = range(shape.vocab, shape.vocab + 8) if model.form is AdapterForm.ADDED else range(0, 4 * count, 4)
-        queries = [each for each in shape.projections if each.path.endswith("q_proj")]
-        targets = ["q_proj"]
-        dims = {f"model.layers.{layer}.{each.path}": each.dims for layer in range(shape.layers) for each in queries}
-    else:
-        layers, targets = range(shape.layers), sorted(shape.projections.names)
-        dims = {f"model.layers.{layer}.{each.path}": each.dims for layer in layers for each in shape.projections}
+    layers, targets = range(shape.layers), sorted(shape.projections.names)
+    dims = {f"model.layers.{layer}.{each.path}": each.dims for layer in layers for each in shape.projections}
     for path_in_model, (d_in, d_out) in dims.items():
         at = f"base_model.model.{path_in_model}."
         a = torch.randn(rank, d_in, generator=generator) / math.sqrt(d_in)
         b = torch.randn(d_out, rank, generator=generator) / math.sqrt(rank)
         tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
-    for module in ("model.embed_tokens", "lm_head") if tokens else ():
-        rows = torch.randn(len(tokens), shape.hidden, generator=generator) / math.sqrt(shape.hidden)
-        tensors[f"base_model.model.{module}.token_adapter.trainable_tokens_delta"] = rows.to(dtype)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = lora_config(rank, targets)
-    if tokens:
-        config["trainable_token_indices"] = {"embed_tokens": list(tokens), "lm_head": list(tokens)}
-    _write_json(path / "adapter_config.json", config)
-
-
-def lora_config(rank: int, targets: list[str] | str) -> dict[str, Any]:
-    """PEFT's configuration of a LoRA adapter."""
     plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "random"}
     off = {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True}
-    return {**plain, "r": rank, "lora_alpha": rank, **off, "target_modules": targets}
+    config = {**plain, "r": rank, "lora_alpha": rank, **off, "target_modules": targets}
+    _write_json(path / "adapter_config.json", config)
 
 
 def write_tokenizer(vocab_size: int, path: Path) -> None:

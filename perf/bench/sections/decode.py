@@ -6,7 +6,7 @@ Tests: tests/perf/bench/test_sections.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
@@ -30,7 +30,7 @@ def run(context: Context) -> dict[str, Any]:
     )
     most = max(buckets)
     found: dict[str, Any] = {"rank": RANK, "buckets": []}
-    size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
+    size = context.engine_size(most)
     adapters = context.adapters(RANK, most)
     base: dict[int, dict[str, Any]] = {}
     with Subject(context, adapters, **size) as subject:
@@ -48,8 +48,8 @@ def run(context: Context) -> dict[str, Any]:
                     base[bucket] = _base(context, engines, bucket)
         for bucket in base:
             with context.row(found, f"decode, {bucket} adapters", subject.abort_all):
-                lora = _lora(context, subject, list(adapters)[:bucket])
-                found["buckets"].append(_row(context, bucket, base[bucket], *lora))
+                lora = subject.median_seconds(list(adapters)[:bucket], context.prompt, context.pick(4, 24, 100))
+                found["buckets"].append(_row(context, bucket, base[bucket], *(each * 1e3 for each in lora)))
         found["startup"] = subject.startup()
     return found
 
@@ -63,7 +63,7 @@ def _base(context: Context, engines: Mapping[str, Subject], bucket: int) -> dict
     """Base steps of the engine with adapters, and of one without if there is room for it, in rotation."""
     per_round, rounds = context.pick(2, 8, 16), context.pick(2, 6, 10)
     requests = {
-        name: engine.decoding([None] * bucket, _prompt(context), per_round * rounds) for name, engine in engines.items()
+        name: engine.decoding([None] * bucket, context.prompt, per_round * rounds) for name, engine in engines.items()
     }
     seconds = in_turns({name: partial(_median, each, per_round, bucket) for name, each in engines.items()}, rounds)
     device = engines["base"].replay_seconds(bucket, lora=False)
@@ -82,19 +82,13 @@ def _median(engine: Subject, steps: int, rows: int) -> float:
     return median(engine.step_seconds(steps, rows))
 
 
-def _lora(context: Context, subject: Subject, adapters: Sequence[str]) -> tuple[float, float]:
-    """Median milliseconds of a decode step, and of its replay alone."""
-    step, device = subject.median_seconds(adapters, _prompt(context), context.pick(4, 24, 100))
-    return step * 1e3, device * 1e3
-
-
 def _row(context: Context, bucket: int, base: dict[str, Any], step: float, device: float) -> dict[str, Any]:
-    floor = context.floors(bucket, _prompt(context), (RANK,) * bucket)
+    floor = context.floors(bucket, context.prompt, (RANK,) * bucket)
     adapters_ms = floor.adapters * 1e3
     base_floor_ms = floor.decode * 1e3 - adapters_ms
     return {
         "bucket": bucket,
-        "context_tokens": _prompt(context),
+        "context_tokens": context.prompt,
         **base,
         "lora_ms": step,
         "lora_device_ms": device,
@@ -109,10 +103,6 @@ def _row(context: Context, bucket: int, base: dict[str, Any], step: float, devic
         "lora_over_floor": step / (floor.decode * 1e3),
         "tokens_per_s": bucket / step * 1e3,
     }
-
-
-def _prompt(context: Context) -> int:
-    return context.pick(8, 256, 512, cpu=64)
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

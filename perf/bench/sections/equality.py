@@ -107,13 +107,11 @@ def trace(subject: Subject, adapters: Sequence[str | None], steps: int) -> Trace
     """Outputs of requests whose second half arrives while the first half decodes: their prompts share a step with
     decoding sequences.
     """
-    trace = Trace()
-    waiting = [*adapters]
-    for joining in ((len(waiting) + 1) // 2, len(waiting)):
-        for name in waiting[:joining]:
+    trace, half = Trace(), (len(adapters) + 1) // 2
+    for joining in (adapters[:half], adapters[half:]):
+        for name in joining:
             request = subject.add(6, steps, name, logprobs=_TOP)
             trace.tokens[request.id], trace.logprobs[request.id] = [], []
-        del waiting[:joining]
         for _ in range(2):
             _take(subject, trace)
     while subject.engine.has_work():

@@ -10,10 +10,10 @@ Tests: tests/perf/bench/test_sections.py
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,20 +35,6 @@ SHARE = 0.6
 TINY = MixtureShape(layers=2, hidden=128, size=64, count=8, per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=512)
 
 
-class Adapters(NamedTuple):
-    """Adapters for as many sequences, by name."""
-
-    attention: dict[str, Path]
-    experts: dict[str, Path]
-
-
-class _Ranks(NamedTuple):
-    """Of a step's adapters; 0: they change nothing there."""
-
-    attention: int = 0
-    experts: int = 0
-
-
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps and of first tokens, with the bytes that steps read at least."""
     rows = context.pick((1, 2), (1, 8, 32, 64), (1, 2, 4, 8, 16, 32, 64))
@@ -63,9 +49,9 @@ def run(context: Context) -> dict[str, Any]:
         "rows": [],
         "prefill": [],
     }
-    size = {"max_seqs": max(rows), "max_batched": max(prompts), "max_len": max(*prompts, 2 * _prompt(context)) + 16}
+    size = {"max_seqs": max(rows), "max_batched": max(prompts), "max_len": max(*prompts, 2 * context.prompt) + 16}
     named = MixtureSize(f"mixture-{shape.layers}", shape)
-    everything = {**adapters.attention, **adapters.experts}
+    everything = {name: path for each in adapters.values() for name, path in each.items()}
     with Subject(context, everything, size=named, **size) as subject:
         for count in rows:
             _decode_rows(context, subject, shape, adapters, found, count)
@@ -90,70 +76,63 @@ def _shape(context: Context) -> MixtureShape:
     return MixtureShape(layers=layers)
 
 
-def _adapters(context: Context, shape: MixtureShape, most: int, most_on_experts: int) -> Adapters:
-    """Made on first use."""
-    made = []
+def _adapters(context: Context, shape: MixtureShape, most: int, most_on_experts: int) -> dict[str, dict[str, Path]]:
+    """By case and name, as many as sequences may have; made on first use."""
+    made = {}
     for kind, rank, form, count in (
-        (f"attention-{shape.layers}-r", RANK, None, most),
-        (f"experts-{shape.layers}-r", EXPERTS_RANK, ExpertForm.TOGETHER, most_on_experts),
+        ("attention", RANK, None, most),
+        ("experts", EXPERTS_RANK, ExpertForm.TOGETHER, most_on_experts),
     ):
-        source = context.work_dir / "mixture" / f"{kind}{rank}"
+        source = context.work_dir / "mixture" / f"{kind}-{shape.layers}-r{rank}"
         if not source.exists():
             part = source.with_name(source.name + ".part")
             shutil.rmtree(part, ignore_errors=True)
             part.parent.mkdir(parents=True, exist_ok=True)
             write_adapter(part, shape, rank, form).rename(source)
-        made.append(context.links(source, f"{kind}{rank}", count))
-    return Adapters(*made)
+        made[f"{kind} r{rank}"] = context.links(source, source.name, count)
+    return made
 
 
 def _decode_rows(
-    context: Context, subject: Subject, shape: MixtureShape, adapters: Adapters, found: dict[str, Any], count: int
+    context: Context,
+    subject: Subject,
+    shape: MixtureShape,
+    adapters: Mapping[str, Mapping[str, Path]],
+    found: dict[str, Any],
+    count: int,
 ) -> None:
     """The rows of `count` sequences: without adapters, and with another one for each on attention, and on experts."""
-    base = None
-    cases: dict[str, tuple[Sequence[str | None], _Ranks]] = {
-        "base": ([None] * count, _Ranks()),
-        f"attention r{RANK}": ([*adapters.attention][:count], _Ranks(RANK)),
-    }
-    if count == len(adapters.experts):
-        cases[f"experts r{EXPERTS_RANK}"] = [*adapters.experts], _Ranks(EXPERTS_RANK, EXPERTS_RANK)
-    for case, (names, ranks) in cases.items():
+    base, (attention, on_experts) = None, adapters
+    cases: dict[str, tuple[int, int]] = {"base": (0, 0), attention: (RANK, 0)}
+    if count == len(adapters[on_experts]):
+        cases[on_experts] = EXPERTS_RANK, EXPERTS_RANK
+    for case, (rank, experts_rank) in cases.items():
+        names: list[str | None] = [*adapters.get(case, [None] * count)][:count]
         with context.row(found, f"experts, decode, {count} rows, {case}", subject.abort_all):
             steps = context.pick(2, 24, 100)
-            seconds, device = subject.median_seconds(names, _prompt(context), steps, experts=ranks.experts > 0)
+            seconds, device = subject.median_seconds(names, context.prompt, steps, experts=experts_rank > 0)
             base = seconds if case == "base" else base
-            row = _row(context, shape, count, ranks, seconds, device)
-            found["rows"].append({"case": case, **row, "over_base": None if base is None else seconds / base})
-
-
-def _row(
-    context: Context, shape: MixtureShape, count: int, ranks: _Ranks, seconds: float, device: float
-) -> dict[str, Any]:
-    step = shape.step(
-        context.dtype.itemsize,
-        count,
-        1,
-        _prompt(context),
-        kv_itemsize=context.kv_itemsize,
-        quantiser=context.quantiser,
-        rank=ranks.attention,
-        experts_rank=ranks.experts,
-    )
-    num_bytes = step.num_bytes + step.adapter_bytes
-    floor = num_bytes / context.bandwidth()
-    return {
-        "rows": count,
-        "context_tokens": _prompt(context),
-        "ms": seconds * 1e3,
-        "device_ms": device * 1e3,
-        "experts": step.experts,
-        "bytes": num_bytes,
-        "adapter_bytes": step.adapter_bytes,
-        "floor_ms": floor * 1e3,
-        "share": floor / seconds,
-        "device_share": floor / device,
-    }
+            its: dict[str, Any] = {"kv_itemsize": context.kv_itemsize, "quantiser": context.quantiser}
+            its |= {"rank": rank, "experts_rank": experts_rank}
+            step = shape.step(context.dtype.itemsize, count, 1, context.prompt, **its)
+            num_bytes = step.num_bytes + step.adapter_bytes
+            floor = num_bytes / context.bandwidth()
+            found["rows"].append(
+                {
+                    "case": case,
+                    "rows": count,
+                    "context_tokens": context.prompt,
+                    "ms": seconds * 1e3,
+                    "device_ms": device * 1e3,
+                    "experts": step.experts,
+                    "bytes": num_bytes,
+                    "adapter_bytes": step.adapter_bytes,
+                    "floor_ms": floor * 1e3,
+                    "share": floor / seconds,
+                    "device_share": floor / device,
+                    "over_base": None if base is None else seconds / base,
+                }
+            )
 
 
 def _prefill(context: Context, subject: Subject, shape: MixtureShape, tokens: int) -> dict[str, Any]:
@@ -174,10 +153,6 @@ def _prefill(context: Context, subject: Subject, shape: MixtureShape, tokens: in
         "floor_ms": floor * 1e3,
         "over_floor": seconds / floor,
     }
-
-
-def _prompt(context: Context) -> int:
-    return context.pick(8, 256, 512, cpu=64)
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
+
+import torch
 
 from ....core.model.read_config import read_model_config
 from ....core.model.specs.config import ModelConfig
@@ -20,44 +23,45 @@ from ...report.table import Table, rows_table
 from ..context import Context
 from ..models.families import FAMILIES
 from ..subject import Subject
-from .levels import Turns, rates
+from ..timer import in_turns
+from .levels import decode, prefill, rates
 
 FIRST = "llama"
 
-#: See `levels.CASES`.
-CASES = {"decode, 1 row": (1, False, ()), "decode, 8 rows": (8, False, ()), "prefill, 4 prompts": (4, True, ())}
+#: Case → number of sequences, and whether they are prompts.
+CASES = {"decode, 1 row": (1, False), "decode, 8 rows": (8, False), "prefill, 4 prompts": (4, True)}
 
 _MEMORY = 256 << 20  # of pages: recurrent states take more than KV
 
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, tokens per second, and what memory allows as a share of it."""
-    turns = Turns.of(context, (64, 16, 4), (128, 16, 12))
+    prompt, steps, rounds = context.pick((8, 2, 1), (64, 16, 4), (128, 16, 12))
     others = context.pick(["qwen3-moe"], [*FAMILIES][1:], [*FAMILIES][1:])
-    limits: dict[str, Any] = {
-        "max_seqs": 8,
-        "max_batched": 4 * turns.prompt,
-        "max_len": turns.prompt + turns.steps + 24,
-    }
-    limits |= {"memory_bytes": context.pick(4 << 20, _MEMORY, _MEMORY), "threads": turns.threads}
+    threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
+    limits: dict[str, Any] = {"max_seqs": 8, "max_batched": 4 * prompt, "max_len": prompt + steps + 24}
+    limits |= {"memory_bytes": context.pick(4 << 20, _MEMORY, _MEMORY), "threads": threads}
     limits |= {"block_tokens": 64}  # a part of a recurrent state must fit into a page
-    found: dict[str, Any] = {"prompt_tokens": turns.prompt, "rows": []}
+    found: dict[str, Any] = {"prompt_tokens": prompt, "rows": []}
     for family in others:
         with context.row(found, family), ExitStack() as stack:
             engines: dict[str, Subject] = {}
             for name in (FIRST, family):
                 subject = Subject(context, {}, size=replace(context.size, family=name), **limits)
                 engines[name] = stack.enter_context(subject)
-            rows = [row for case in CASES for row in _case(context, engines, case, turns)]
+            rows = [row for case in CASES for row in _case(context, engines, case, (prompt, steps, rounds))]
             have = {row["family"] for row in found["rows"]}
             found["rows"] += sorted((row for row in rows if row["family"] not in have), key=lambda row: row["order"])
     return found
 
 
-def _case(context: Context, engines: dict[str, Subject], case: str, turns: Turns) -> list[dict[str, Any]]:
-    count, is_prefill, _ = CASES[case]
-    read, seconds = rates(context, turns.threads)["read"], turns.run(engines, CASES[case])
-    rows = count * turns.tokens(is_prefill)[0]
+def _case(context: Context, engines: dict[str, Subject], case: str, size: tuple[int, int, int]) -> list[dict[str, Any]]:
+    (count, is_prefill), (prompt, steps, rounds) = CASES[case], size
+    step = prefill if is_prefill else decode
+    seconds = in_turns(
+        {name: partial(step, each, [None] * count, prompt, steps) for name, each in engines.items()}, rounds
+    )
+    read, rows = rates(context, torch.get_num_threads())["read"], count * (prompt if is_prefill else 1)
     configs = {name: read_model_config(each.model) for name, each in engines.items()}
     best = {name: min(seconds[name]) for name in engines}
     # prompts compute: their weights for each token are what is compared

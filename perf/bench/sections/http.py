@@ -68,7 +68,7 @@ def measure(server: LaunchedServer, popularity: str, size: dict[str, int], adapt
     models: list[str | None] = [None] * size["requests"] if popularity == "base" else [*adapters]
 
     def once() -> Answered:
-        return read_streams([server.address], bodies(server.url, models[: size["requests"]], size, draw, vocab))
+        return read_streams(server.address, bodies(server.url, models[: size["requests"]], size, draw, vocab))
 
     once()  # prompts differ from the second time's, because the server caches the KV of prompts
     return once()

@@ -10,9 +10,7 @@ Tests: tests/perf/bench/test_sections.py
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,78 +40,42 @@ _PRODUCTS = 4_000_000  # in registers: some milliseconds
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, and the time at the machine's limit as a share of them."""
-    turns = Turns.of(context)
-    has_adapters = read_model_config(_config(context)).recurrent is None  # the benchmark's adapters are for all layers
+    config = context.size.write_config(context.work_dir / "levels" / context.size.family, context.dtype_name)
+    model, threads = read_model_config(config), context.pick(1, torch.get_num_threads(), torch.get_num_threads())
+    prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
+    has_adapters = model.recurrent is None  # the benchmark's adapters are for all layers
     adapters = context.mixed_adapters() if has_adapters else {}
+    more = (model.projections.num_weights - context.size.geometry.layer_params) * context.dtype.itemsize
     builds = {name: path for name, path in context.beside.items() if path.suffix == ".so"}
-    found: dict[str, Any] = {"prompt_tokens": turns.prompt, "rates": {}, "rows": []}
+    found: dict[str, Any] = {"prompt_tokens": prompt, "rates": {}, "rows": []}
+    size: dict[str, Any] = {"max_seqs": 8, "max_batched": 8 * prompt, "max_len": prompt + steps + 24}
+    size |= {"inline_reads": True, "cpu_kernels": "native", "threads": threads}
     with ExitStack() as stack:
         engines: dict[str, Subject] = {}
         for name in (*native_library.levels()[: context.pick(1, None, None)], *builds):
             with _used(name, builds.get(name)):
-                engines[name] = turns.engine(stack, context, adapters)
-        more = _more_bytes(context)
+                engines[name] = stack.enter_context(Subject(context, adapters, **size))
+                engines[name].load(list(adapters))
         for case, (rows, is_prefill, ranks) in CASES.items():
             if ranks and not has_adapters:
                 continue
             with context.row(found, case):
                 for name in engines:  # in rotation with the steps
                     with _used(name, builds.get(name)):
-                        now = rates(context, turns.threads)
+                        now = rates(context, threads)
                     found["rates"][name] = {what: max(now[what], found["rates"].get(name, now)[what]) for what in now}
-                tokens = turns.tokens(is_prefill)
-                num_bytes, flops = context.size.geometry.step(context.dtype.itemsize, rows, *tokens, ranks)
-                limit = num_bytes + more, flops + more // context.dtype.itemsize * 2 * rows * tokens[0]
-                found["rows"] += _rows(case, turns.run(engines, CASES[case], list(adapters)), limit, found["rates"])
+                chosen: list[str | None] = [*adapters] if ranks else [None] * rows
+                step = prefill if is_prefill else decode
+                work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
+                count, before = (prompt, 0) if is_prefill else (1, prompt)
+                num_bytes, flops = context.size.geometry.step(context.dtype.itemsize, rows, count, before, ranks)
+                num_bytes, flops = num_bytes + more, flops + more // context.dtype.itemsize * 2 * rows * count
+                seconds = in_turns(work, rounds)
+                for name, its in seconds.items():
+                    limit = max(num_bytes / found["rates"][name]["read"], flops / found["rates"][name]["products"])
+                    row = {"level": name, "case": case, "ms": min(its) * 1e3, "share": limit / min(its)}
+                    found["rows"].append(row | {"over_first": ratio(seconds, name, next(iter(seconds)))})
     return found
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Steps of some engines, in turns. steps: of a decoding turn."""
-
-    prompt: int
-    steps: int
-    rounds: int
-    threads: int
-
-    @classmethod
-    def of(cls, context: Context, quick: Sequence[int] = (128, 16, 4), full: Sequence[int] = (128, 16, 20)) -> Turns:
-        threads = torch.get_num_threads()
-        return cls(*context.pick((8, 2, 1, 1), (*quick, threads), (*full, threads)))
-
-    def engine(self, stack: ExitStack, context: Context, adapters: Mapping[str, Path], **fields: Any) -> Subject:
-        """An engine with the native decoder, and its adapters loaded."""
-        size = {"max_seqs": 8, "max_batched": 8 * self.prompt, "max_len": self.prompt + self.steps + 24}
-        native = {"inline_reads": True, "cpu_kernels": "native", "threads": self.threads}
-        engine = stack.enter_context(Subject(context, adapters, **size, **native, **fields))
-        engine.load(list(adapters))
-        return engine
-
-    def tokens(self, is_prefill: bool) -> tuple[int, int]:
-        """A sequence's tokens in a step, and before it."""
-        return (self.prompt, 0) if is_prefill else (1, self.prompt)
-
-    def run(
-        self, engines: Mapping[str, Subject], case: tuple[int, bool, tuple[int, ...]], adapters: Sequence[str] = ()
-    ) -> dict[str, list[float]]:
-        """Seconds of each engine's turns. case: see `CASES`."""
-        rows, is_prefill, ranks = case
-        chosen: list[str | None] = [*adapters] if ranks else [None] * rows
-        step = prefill if is_prefill else decode
-        work = {name: partial(step, each, chosen, self.prompt, self.steps) for name, each in engines.items()}
-        return in_turns(work, self.rounds)
-
-
-def _config(context: Context) -> Path:
-    """The configuration of the engines' model."""
-    return context.size.write_config(context.work_dir / "levels" / context.size.family, context.dtype_name)
-
-
-def _more_bytes(context: Context) -> int:
-    """Bytes of a family's projections beyond those of Llama's shape."""
-    weights = read_model_config(_config(context)).projections.num_weights
-    return (weights - context.size.geometry.layer_params) * context.dtype.itemsize
 
 
 def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:
@@ -135,31 +97,15 @@ def rates(context: Context, threads: int) -> dict[str, float]:
 
 
 def decode(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+    """Seconds of the shortest of some decode steps."""
     return min(engine.decode_seconds(adapters, prompt, steps))
 
 
 def prefill(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+    """Seconds until prompts have their first tokens."""
     for adapter in adapters:
         engine.add(prompt, 1, adapter)
     return engine.finish()
-
-
-def _rows(
-    case: str, seconds: dict[str, list[float]], work: tuple[int, int], rates: dict[str, dict[str, float]]
-) -> list[dict[str, Any]]:
-    first, rows = next(iter(seconds)), []
-    for name, its in seconds.items():
-        limit = max(work[0] / rates[name]["read"], work[1] / rates[name]["products"])
-        rows.append(
-            {
-                "level": name,
-                "case": case,
-                "ms": min(its) * 1e3,
-                "share": limit / min(its),
-                "over_first": ratio(seconds, name, first),
-            }
-        )
-    return rows
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

@@ -23,7 +23,7 @@ def run(context: Context) -> dict[str, Any]:
     buckets = context.pick((2,), (8, 32, 64), (1, 8, 16, 32, 64), cpu=(8,))
     most = max(buckets)
     found: dict[str, Any] = {"rows": [], "merges": []}
-    size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
+    size = context.engine_size(most)
     adapters: dict[str, Path] = {}
     for rank, count in context.pick({RANK: 2}, {RANK: 3}, {RANK: 3}, cpu={32: 1, 8: 1, 16: 1, 64: 1}).items():
         adapters |= context.adapters(rank, count)
@@ -53,7 +53,7 @@ def _row(context: Context, subject: Subject, names: list[str], mix: str, kinds: 
         else:
             subject.engine.unmerge()
         adapters = [None] * bucket if variant == "base" else chosen
-        return median(subject.decode_seconds(adapters, context.pick(8, 256, 512, cpu=64), context.pick(3, 16, 50)))
+        return median(subject.decode_seconds(adapters, context.prompt, context.pick(3, 16, 50)))
 
     variants = ("base", "unmerged", "merged")
     seconds = in_turns({variant: partial(steps, variant) for variant in variants}, rounds)
@@ -69,7 +69,7 @@ def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
     """Cost of merging during decode steps of the base model: in total, the longest pause, and graphs captured."""
     before, steps = subject.num_captured, 0
     subject.engine.unmerge()
-    requests = subject.decoding([None] * 2, context.pick(8, 256, 512, cpu=64), context.pick(40, 200, 400))
+    requests = subject.decoding([None] * 2, context.prompt, context.pick(40, 200, 400))
     subject.engine.merge(name)
     while subject.engine.merging.is_under_way and subject.engine.has_work():
         subject.step()

@@ -6,11 +6,22 @@ from random import Random
 from typing import Any
 
 from ...report.table import Table, rows_table
+from ...workload.popularity import Uniform, Zipf
 from ..context import Context
-from ..popularity import POPULARITIES, segment_lengths
 from ..subject import Subject
 
 RANK = 16
+
+POPULARITIES = ("distinct", "uniform", "zipf-1.5", "identical")
+"""Of a batch of requests over adapters (Punica §7)."""
+
+
+def segment_lengths(popularity: str, requests: int) -> list[int]:
+    """Number of `requests` for each adapter, most popular first, distributed like workloads of that name."""
+    law = {"uniform": Uniform(kind="uniform"), "zipf-1.5": Zipf(kind="zipf", alpha=1.5)}.get(popularity)
+    if law is None:
+        return [requests] if popularity == "identical" else [1] * requests
+    return law.counts(requests, None).tolist()
 
 
 def load(context: Context) -> dict[str, int]:

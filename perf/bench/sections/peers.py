@@ -5,8 +5,7 @@ A peer's server is given with `--beside`: `vllm=ENV/bin/vllm` (see `vllm_process
 of llama.cpp with its server built in `build/` (`pip download --no-binary :all: --no-deps llama-cpp-python` has it as
 `vendor/llama.cpp`; its conversion scripts need sentencepiece). With `--engine quantization=int8 --beside
 llamacpp=TREE`, llama.cpp's weights have about as many bits (its program `llama-quantize` must be built, too). All
-requests of a case arrive at once. A server is suspended while another is measured. Samples during which other processes
-used the machine are left out if there are others.
+requests of a case arrive at once. A server is suspended while another is measured.
 
 Tests: tests/perf/bench/test_peers.py
 """
@@ -32,7 +31,7 @@ from ...serving.server_process import LaunchedServer, free_port, launched, start
 from ...serving.streams import read_streams
 from ...serving.vllm_process import vllm_process
 from ..context import RANKS, Context
-from ..machine import FOREIGN_LIMIT, CpuSample, family
+from ..machine import family
 from ..models.random_model import RandomModel, checkpoint
 from .http import bodies
 
@@ -155,6 +154,13 @@ def quantised(load: Load, tree: Path, plain: Path) -> Path:
     return target
 
 
+def suspended(served: Served, stack: ExitStack) -> Served:
+    """A server that has started, and waits for its turns."""
+    stack.callback(served.signal, suspend=False)  # it must be able to end
+    served.signal(suspend=True)
+    return served
+
+
 PEERS = {"chorus": chorus, "vllm": vllm, "llamacpp": llamacpp}
 
 
@@ -179,11 +185,10 @@ def run(context: Context) -> dict[str, Any]:
             if name == "chorus" or name in context.beside:
                 with context.row(found, f"start of {name}"):
                     for lora in (False, True):
-                        served = peer(load, context.beside.get(name, Path()), lora, stack)
-                        stack.callback(served.signal, suspend=False)  # it must be able to end
-                        served.signal(suspend=True)
-                        servers[name, lora] = served
-        samples: dict[tuple[str, str], list[tuple[dict[str, float], float]]] = {}
+                        servers[name, lora] = suspended(
+                            peer(load, context.beside.get(name, Path()), lora, stack), stack
+                        )
+        samples: dict[tuple[str, str], list[dict[str, float]]] = {}
         for index in range(context.pick(2, 4, 8)):  # the first is not counted
             for case, name in _turns(servers, index):
                 with context.row(found, f"round {index}, {case} of {name}"):
@@ -220,69 +225,67 @@ def _rates(size: dict[str, int], first: float, whole: float) -> dict[str, float]
 
 def measure(
     context: Context, load: Load, served: Served, chosen: Sequence[int | None], seed: str, size: dict[str, int]
-) -> tuple[dict[str, float], float]:
-    """Rates, and the share of the CPU time that other processes had."""
+) -> dict[str, float]:
+    """Rates of a server."""
     served.signal(suspend=False)
     try:
         indices = [chosen[index % len(chosen)] for index in range(size["requests"])]
         names = [None if index is None else list(load.files)[index] for index in indices]
         asked = bodies(served.server.url, names, size, Random(seed), context.size.geometry.vocab)
         time.sleep(0.0 if context.smoke else _SETTLE_SECONDS)
-        before = CpuSample.take([os.getpid()])  # the servers are its children
         answered = read_streams(
-            [served.server.address],
+            served.server.address,
             [{**body, **served.more(index)} for body, index in zip(asked, indices, strict=True)],
         )
-        foreign = CpuSample.take([os.getpid()]).foreign_share(before)
     finally:
         served.signal(suspend=True)
-    return _rates(size, max(answered.firsts), answered.seconds), foreign
+    return _rates(size, max(answered.firsts), answered.seconds)
 
 
-def row(case: str, peer: str, samples: list[tuple[dict[str, float], float]]) -> dict[str, Any]:
-    quiet = [rates for rates, foreign in samples if foreign <= FOREIGN_LIMIT]
-    counted = quiet or [rates for rates, _ in samples]
-    return {
-        "case": case,
-        "peer": peer,
-        **{name: median(each[name] for each in counted) for name in counted[0]},
-        "samples": len(samples),
-        "quiet": len(quiet),
-    }
+def row(case: str, peer: str, samples: list[dict[str, float]]) -> dict[str, Any]:
+    rates = {name: median(each[name] for each in samples) for name in samples[0]}
+    return {"case": case, "peer": peer, **rates, "samples": len(samples)}
+
+
+#: Goals: a name, our case, the other case and whose, the rate that is compared, and the least ratio.
+_RACES = (
+    ("prefill: base / best peer's base", "base", "plain", "peers", "prefill_rate", 1.05),
+    ("prefill: mixed / base", "mixed", "base", "chorus", "prefill_rate", 0.95),
+    ("mixed / base", "mixed", "base", "chorus", "rate", 0.8),
+    ("one / base", "one", "base", "chorus", "rate", 0.85),
+    ("base / plain", "base", "plain", "chorus", "rate", 0.99),
+    ("mixed / best peer's mixed", "mixed", "mixed", "peers", "rate", 2.5),
+    ("mixed / vllm's mixed", "mixed", "mixed", "vllm", "rate", 4.0),
+    ("base / best peer's plain", "base", "plain", "peers", "rate", 0.95),
+)
+#: With quantised weights. Not decode rates of mixed adapters: who serves one after another has decoded most before the
+#: last prefill.
+_QUANTISED = (
+    ("decode: base / best peer's with as many bits", "base", "plain", "peers", "decode_rate", 1.2),
+    ("output: mixed / best peer's with as many bits", "mixed", "mixed", "peers", "rate", 3.0),
+    ("prefill: base / best peer's with as many bits", "base", "plain", "peers", "prefill_rate", 1.0),
+)
 
 
 def goals(values: dict[str, Any]) -> list[Goal]:
     rows = {(row["peer"], row["case"]): row for row in values["rows"]}
-    peers = sorted({peer for peer, _ in rows} - {"chorus"})
-
-    def over(ours: str, theirs: str, among: Sequence[str] = ("chorus",), rate: str = "rate") -> float | None:
-        pairs = [(rows.get(("chorus", ours)), rows.get((peer, theirs))) for peer in among]
-        return min((own[rate] / other[rate] for own, other in pairs if own and other), default=None)
-
-    if values.get("quantization") is not None:
-        found = [
-            ("decode: base", over("base", "plain", peers, "decode_rate"), 1.2),
-            # not its decode rate: who serves one adapter after another has decoded most before the last prefill
-            ("output: mixed", over("mixed", "mixed", peers), 3.0),
-            ("prefill: base", over("base", "plain", peers, "prefill_rate"), 1.0),
+    found = []
+    for name, ours, theirs, whose, rate, mark in _RACES if values.get("quantization") is None else _QUANTISED:
+        own = rows.get(("chorus", ours))
+        others = [
+            row
+            for (peer, case), row in rows.items()
+            if case == theirs and (peer != "chorus" if whose == "peers" else peer == whose)
         ]
-        return [Goal(f"{name} / best peer's with as many bits", value, mark) for name, value, mark in found]
-    prefill = rows.get(("chorus", "base"), {}).get("prefill_rate")
-    return [
-        Goal("prefill: base / best peer's base", over("base", "plain", peers, "prefill_rate"), 1.05),
-        Goal("prefill: base / its limit", prefill and prefill / values["limits"]["base"]["prefill_rate"], 0.8),
-        Goal("prefill: mixed / base", over("mixed", "base", rate="prefill_rate"), 0.95),
-        Goal("mixed / base", over("mixed", "base"), 0.8),
-        Goal("one / base", over("one", "base"), 0.85),
-        Goal("base / plain", over("base", "plain"), 0.99),
-        Goal("mixed / best peer's mixed", over("mixed", "mixed", peers), 2.5),
-        Goal("mixed / vllm's mixed", over("mixed", "mixed", [name for name in peers if name == "vllm"]), 4.0),
-        Goal("base / best peer's plain", over("base", "plain", peers), 0.95),
-    ]
+        found.append(Goal(name, min((own[rate] / each[rate] for each in others), default=None) if own else None, mark))
+    if values.get("quantization") is None and (base := rows.get(("chorus", "base"))):
+        limit = values["limits"]["base"]["prefill_rate"]
+        found.append(Goal("prefill: base / its limit", base["prefill_rate"] / limit, 0.8))
+    return found
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = "case | server: peer | quiet samples: quiet"
+    columns = "case | server: peer | samples"
     for title, rate in _RATES.items():
         columns += f" | {title}: {rate} | {title} / limit: {rate}_share"
     rows = [

@@ -21,19 +21,13 @@ SECTIONS = {
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
     "http": "(i) output tokens per second over HTTP",
-    "swapping": "(m) twice the KV that fits: swapped or computed again",
-    "prefixes": "(w) prompts that the page pool can't hold: prefixes from host memory and from files",
-    "tenants": "(n) a tenant that sends many times its share: the others' time to first token",
     "peers": "(r) rates over HTTP compared with other servers, and with the machine's limits",
-    "ranks": "(o) decode steps of several ranks of one thread, and of one rank with as many threads",
     "levels": "(s) steps at each ISA level, compared with the machine's limits",
     "families": "(v) steps of other families beside Llama's, compared with the rate of reading memory",
-    "quantization": "(q) steps with quantised weights, compared with bf16 and with the machine's limits",
-    "kv_cache": "(l) decode steps after long prompts with KV in FP8, compared with the model's dtype",
 }
 
 _OF_GPUS = {"equality", "sgmv", "products", "attention", "latents", "experts"}
-_OF_CPUS = {"swapping", "prefixes", "tenants", "peers", "ranks", "levels", "families", "quantization", "kv_cache"}
+_OF_CPUS = {"peers", "levels", "families"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from ....ops.lora.sgmv_schedule import decode, prefill
+from ....ops.lora.sgmv_schedule import Schedule, decode, prefill
 from ...report.table import Table, rows_table
 from ..context import Context
-from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
-from ..popularity import POPULARITIES, segment_lengths
+from ..lora_case import ArenaPages, Group, LoraCase, layer_bytes, layers_for, num_pages
 from .attention import WrongValues
+from .mixes import POPULARITIES, segment_lengths
 
 #: Ranks of a case's adapters by its name: one rank for all, or these in rotation.
 RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}
@@ -60,55 +61,44 @@ def cells(context: Context) -> Iterator[Cell]:
 
 def run(context: Context) -> dict[str, Any]:
     """Microseconds per layer (all seven projections, and per group of them), and shares."""
-    grid = list(cells(context))
-    itemsize = context.dtype.itemsize
-    pages = max(num_pages(context.size, cell.adapter_ranks(), _layers(context, cell), itemsize) for cell in grid)
-    pages = max(pages, num_pages(context.size, [MAX_RANK] * _PREFILL_SEGMENTS, _PREFILL_LAYERS, itemsize))
+    grid, itemsize = list(cells(context)), context.dtype.itemsize
+    pages = max(
+        num_pages(context.size, ranks, _layers(context, ranks, most), itemsize)
+        for ranks, most in [(cell.adapter_ranks(), 256) for cell in grid]
+        + [([MAX_RANK] * _PREFILL_SEGMENTS, _PREFILL_LAYERS)]
+    )
     arena = ArenaPages(context.size, context.dtype, context.device, pages, context.seed)
-    found: dict[str, Any] = {
-        "method": context.timer.method,
-        "bandwidth_bytes_per_s": context.bandwidth(),
-        "cells": [],
-        "groups": [],
-        "prefill": [],
-    }
+    found: dict[str, Any] = {"method": context.timer.method, "bandwidth_bytes_per_s": context.bandwidth()}
+    found |= {"cells": [], "groups": [], "prefill": []}
+    groups_of = context.pick(("mixed",), ("16",), tuple(RANKS))
     for cell in grid:
         with context.row(found, f"sgmv {cell}"):
-            case = LoraCase(
-                context.size,
-                arena,
-                lengths=cell.lengths,
-                ranks=cell.adapter_ranks(),
-                layers=_layers(context, cell),
-                schedule=decode(cell.tokens, MAX_RANK),
-                max_rank=MAX_RANK,
-            )
-            found["cells"].append(_measure(context, cell, case))
-            if (
-                cell.popularity == "distinct"
-                and cell.tokens >= context.pick(3, 1, 1)
-                and cell.ranks in context.pick(("mixed",), ("16",), tuple(RANKS))
-            ):
-                found["groups"] += [_measure(context, cell, case, group.name) for group in case.groups]
+            case = _case(context, arena, cell.lengths, cell.adapter_ranks(), decode(cell.tokens, MAX_RANK))
+            about = {"tokens": cell.tokens, "ranks": cell.ranks, "popularity": cell.popularity}
+            found["cells"].append({**about, "error": _checked(context, str(cell), case), **_measure(context, case)})
+            if cell.popularity == "distinct" and cell.tokens >= context.pick(3, 1, 1) and cell.ranks in groups_of:
+                for group in case.groups:
+                    found["groups"].append({**about, "group": group.name, **_measure(context, case, [group])})
     _prefill(context, arena, found)
     return found
 
 
-def _layers(context: Context, cell: Cell) -> int:
-    return layers_for(layer_bytes(context.size, cell.adapter_ranks(), context.dtype.itemsize), context.l2_bytes())
+def _layers(context: Context, ranks: list[int], most: int) -> int:
+    return layers_for(layer_bytes(context.size, ranks, context.dtype.itemsize), context.l2_bytes(), most)
 
 
-def _measure(context: Context, cell: Cell, case: LoraCase, name: str | None = None) -> dict[str, Any]:
-    """Time and share of a case, or of one group of projections in it."""
-    groups = [group for group in case.groups if name in (None, group.name)]
-    row: dict[str, Any] = {"tokens": cell.tokens, "ranks": cell.ranks, "popularity": cell.popularity}
-    if name is None:
-        row["error"] = _checked(context, str(cell), case)
-    else:
-        row["group"] = name
+def _case(
+    context: Context, arena: ArenaPages, lengths: list[int], ranks: list[int], schedule: Schedule, most: int = 256
+) -> LoraCase:
+    layers = _layers(context, ranks, most)
+    return LoraCase(context.size, arena, lengths, ranks, layers=layers, schedule=schedule, max_rank=MAX_RANK)
+
+
+def _measure(context: Context, case: LoraCase, groups: list[Group] | None = None) -> dict[str, Any]:
+    """Time and share of a case, or of some groups of projections in it."""
     sample = context.timer.time(lambda: case.run(groups))
     seconds, cost = sample.seconds / case.layers, case.cost(groups)
-    return row | {
+    return {
         "adapters": len(case.ranks),
         "layers": case.layers,
         "us": seconds * 1e6,
@@ -129,43 +119,22 @@ def _checked(context: Context, name: str, case: LoraCase) -> float:
 
 def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None:
     """Long segments on tensor cores: time compared with both floors, bytes and arithmetic."""
-    itemsize = context.dtype.itemsize
     matmul = context.limits()["matmul"]["flops_per_s"]
-    for tokens in context.pick((16,), (512, 4096), (256, 512, 1024, 2048, 4096, 8192)):
-        for segments in context.pick((2,), (1, 8), (1, 4, _PREFILL_SEGMENTS)):
-            for rank in context.pick((8,), (16, 64), (8, 16, 32, 64)):
-                name = f"prefill of {tokens} tokens, {segments} segments, rank {rank}"
-                with context.row(found, f"sgmv {name}"):
-                    ranks = [rank] * segments
-                    layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
-                    schedule = prefill(tokens, MAX_RANK, itemsize)
-                    lengths = [tokens // segments] * segments
-                    case = LoraCase(
-                        context.size,
-                        arena,
-                        lengths=lengths,
-                        ranks=ranks,
-                        layers=layers,
-                        schedule=schedule,
-                        max_rank=MAX_RANK,
-                    )
-                    error = _checked(context, name, case)
-                    sample, cost = context.timer.time(case.run), case.cost()
-                    seconds = sample.seconds / layers
-                    floor = max(cost.bytes / context.bandwidth(), cost.flops / matmul)
-                    found["prefill"].append(
-                        {
-                            "tokens": tokens,
-                            "segments": segments,
-                            "rank": rank,
-                            "us": seconds * 1e6,
-                            "error": error,
-                            "bytes": cost.bytes,
-                            "flops": cost.flops,
-                            "floor_us": floor * 1e6,
-                            "share": floor / seconds,
-                        }
-                    )
+    grid = product(
+        context.pick((16,), (512, 4096), (256, 512, 1024, 2048, 4096, 8192)),
+        context.pick((2,), (1, 8), (1, 4, _PREFILL_SEGMENTS)),
+        context.pick((8,), (16, 64), (8, 16, 32, 64)),
+    )
+    for tokens, segments, rank in grid:
+        name = f"prefill of {tokens} tokens, {segments} segments, rank {rank}"
+        with context.row(found, f"sgmv {name}"):
+            schedule = prefill(tokens, MAX_RANK, context.dtype.itemsize)
+            lengths = [tokens // segments] * segments
+            case = _case(context, arena, lengths, [rank] * segments, schedule, _PREFILL_LAYERS)
+            row = {"tokens": tokens, "segments": segments, "rank": rank, "error": _checked(context, name, case)}
+            row |= {name: value for name, value in _measure(context, case).items() if name in ("us", "bytes", "flops")}
+            floor = max(row["bytes"] / context.bandwidth(), row["flops"] / matmul) * 1e6
+            found["prefill"].append({**row, "floor_us": floor, "share": floor / row["us"]})
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

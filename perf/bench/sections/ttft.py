@@ -55,15 +55,13 @@ def _row(subject: Subject, name: str, rank: int, tokens: int, repeats: int, runn
     subject.first_token_seconds(tokens, name)
     seconds = in_turns({start: partial(first_token, prepare) for start, prepare in starts.items()}, repeats)
     stalls = {start: _stall(subject, running, tokens, starts[start], name) for start in ("warm", "host")}
-    warm, host, disk = map(median, seconds.values())
+    warm, cold, disk = map(median, seconds.values())
     return {
         "rank": rank,
         "prompt_tokens": tokens,
         "loading": "stream",
-        "warm_ms": warm * 1e3,
-        "cold_ms": host * 1e3,
-        "disk_ms": disk * 1e3,
-        "cold_over_warm": host / warm,
+        **{f"{start}_ms": its * 1e3 for start, its in {"warm": warm, "cold": cold, "disk": disk}.items()},
+        "cold_over_warm": cold / warm,
         "disk_over_warm": disk / warm,
         "warm_stall_ms": stalls["warm"] * 1e3,
         "cold_stall_ms": stalls["host"] * 1e3,

@@ -43,11 +43,10 @@ def log(monkeypatch) -> list[tuple]:
 
         return peer
 
-    def read_streams(addresses, bodies):
-        (address,) = addresses
+    def read_streams(address, bodies):
         done.append((address, [(body["model"], body["index"]) for body in bodies], bodies[0]["prompt"]))
         seconds = 1.0 if address.startswith("chorus") else 2.0
-        return Answered(seconds, 0, [seconds / 4, seconds / 2], [])
+        return Answered(seconds, [seconds / 4, seconds / 2], [])
 
     def bodies(url, names, size, draw, vocab):
         return [{"model": name, "prompt": draw.random()} for name in names]
@@ -119,17 +118,9 @@ def test_a_peer_that_does_not_start_costs_no_other(context, log, monkeypatch):
     assert {row["peer"] for row in values["rows"]} == {"chorus"}
 
 
-def test_disturbed_samples_do_not_count():
-    rates = [({"rate": 10.0}, 0.0), ({"rate": 1.0}, 0.5), ({"rate": 12.0}, 0.01)]
-    assert peers.row("base", "chorus", rates) == {
-        "case": "base",
-        "peer": "chorus",
-        "rate": 11.0,
-        "samples": 3,
-        "quiet": 2,
-    }
-    noisy = peers.row("base", "vllm", rates[1:2])
-    assert (noisy["rate"], noisy["quiet"]) == (1.0, 0)
+def test_a_rate_is_the_median_of_the_samples():
+    rates = [{"rate": 10.0}, {"rate": 1.0}, {"rate": 12.0}]
+    assert peers.row("base", "chorus", rates) == {"case": "base", "peer": "chorus", "rate": 10.0, "samples": 3}
 
 
 def test_the_best_peer_is_the_mark():

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.perf.bench.popularity import POPULARITIES, segment_lengths
+from chorus.perf.bench.sections.mixes import POPULARITIES, segment_lengths
 
 
 @given(st.sampled_from(POPULARITIES), st.integers(1, 600))

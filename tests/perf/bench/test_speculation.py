@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from itertools import product
 from typing import Any
 
 import pytest
@@ -87,7 +85,7 @@ def test_texts_of_a_file_are_copied_and_free(capsys, tmp_path):
 def test_a_model_needs_texts(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["--model", str(tmp_path)])
-    assert "--model needs --prompts or --data" in capsys.readouterr().err
+    assert "--model needs --prompts" in capsys.readouterr().err
 
 
 def test_without_proposals_nothing_is_shared(capsys, monkeypatch):
@@ -111,45 +109,3 @@ def test_loads_are_parts_of_all_files_and_chats_are_prompts(tmp_path):
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_chats(chats, 2, [None, "n"], 40, encode)
     assert [(name, bytes(tokens).decode()) for name, tokens in found] == [(None, "x" * 30), ("n", "y" * 40)]
-
-
-@pytest.mark.wide
-def test_one_command_runs_all_judged_loads(capsys, tmp_path):
-    """In both dtypes, of one row and of several; each ratio is beside its bar."""
-    (tmp_path / "prompts").mkdir()
-    for name in speculation.JUDGED_PROMPTS:
-        (tmp_path / "prompts" / name).write_text((json.dumps({"question": "abcdefgh" * 5}) + "\n") * 3)
-    chat = json.dumps({"requests": [{"prompt": "how are you today? " * 3}]})
-    (tmp_path / "prompts" / speculation.JUDGED_CHATS).write_text((chat + "\n") * 6)
-    model = tmp_path / "model"
-    shutil.copytree(BUILTIN_MODEL, model)
-    main(
-        [
-            *FLAGS,
-            "--model",
-            str(model),
-            "--adapters",
-            str(BUILTIN_ADAPTERS),
-            "--data",
-            str(tmp_path),
-            "--max-tokens",
-            "8",
-        ]
-    )
-    out = capsys.readouterr().out
-    found = json.loads(out.splitlines()[-1])["results"]
-    judged = list(product(("float32", "bfloat16"), ("copying", "free", "chats"), (1, 3)))
-    assert [(each["dtype"], each["load"], each["rows"]) for each in found] == judged
-    assert all(each["same"] for each in found if "same" in each)
-    for dtype, load, rows in judged:
-        assert f"{dtype}, {load}, {rows} rows: time off over on" in out
-
-
-def test_copying_alone_has_the_highest_bar():
-    bars = {
-        (load, rows): speculation._bar({"dtype": "float32", "load": load, "rows": rows, "time": 1.3})  # noqa: SLF001
-        for load in ("copying", "chats")
-        for rows in (1, 8)
-    }
-    met = {key: bar.met for key, bar in bars.items()}
-    assert met == {("copying", 1): False, ("copying", 8): True, ("chats", 1): True, ("chats", 8): True}

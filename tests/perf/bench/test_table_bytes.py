@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chorus.perf import gate
-from chorus.perf.bench.table_bytes import CASES, table_bytes
+from chorus.perf.bench.host_time import CASES, table_bytes
 
 
 @pytest.mark.parametrize(("rows", "before"), [(256, (103_707_232, 99_287_168)), (4096, (1_647_448_672, 1_573_501_248))])

@@ -204,7 +204,7 @@ EXPERTS = "experts.gate_proj,experts.up_proj,experts.down_proj"
 
 @pytest.mark.wide
 def test_a_plan_tells_what_an_adapter_on_all_experts_takes(trace, tmp_path, capsys):
-    """Qwen3-30B-A3B: 128 experts in 48 layers. `perf/bench/experts_load.py` measures the same pages."""
+    """Qwen3-30B-A3B: 128 experts in 48 layers."""
     model = MixtureShape().write_config(tmp_path / "model")
     flags = ["--trace", trace, "--gpu", "h200", "--model", model, "--slo-ttft", "60s", "--policy", "least-delay"]
     flags += ["--seeds", 1, "--targets", f"q_proj,k_proj,v_proj,o_proj,{EXPERTS}", "--host-cache-bytes", "8GiB"]

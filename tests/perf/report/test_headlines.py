@@ -33,9 +33,9 @@ def test_readme_and_its_pictures_are_not_stale():
 
 def test_each_headline_is_drawn_from_a_file_that_history_knows():
     assert HEADLINES.keys() <= COMMANDS.keys()
-    for headline, values, folder in newest(RESULTS):
-        assert headline.question(values) and headline.answer(values)
-        assert (RESULTS / folder).is_dir()
+    for found in newest(RESULTS):
+        assert found.text("question") and found.text("answer")
+        assert (RESULTS / found.folder).is_dir()
 
 
 def test_the_newest_result_of_each_command_is_taken(results):

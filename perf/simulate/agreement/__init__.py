@@ -1,1 +1,0 @@
-"""A real cluster and its prediction, side by side."""
