@@ -163,7 +163,7 @@ def test_the_environment_sets_the_share(monkeypatch, value, wanted):
 
 @pytest.mark.parametrize("value", [None, "1", "4"])
 def test_a_share_that_is_said_is_drawn_of_named_files_too(value):
-    path = HERE / "memory/files/methods/test_methods.py"
+    path = HERE / "memory/files/names/test_name_pattern.py"
     environment = {name: each for name, each in os.environ.items() if name != "CHORUS_TEST_SHARE"}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", str(path)]
     said = subprocess.run(
