@@ -250,9 +250,8 @@ CHORUS_API void chorus_offload_post(Ranks* ranks, Exchange* exchanges, Element e
 
 // Make all offload workers. element: of the model, kF32 or kBF16; ranks, cpus: see OffloadWorkers.
 CHORUS_API AnyOffloadWorkers* chorus_offload_create(Element element, Ranks* ranks, const int32_t* cpus) {
-    return with_type(element, [&](auto zero) -> AnyOffloadWorkers* {
-        return new OffloadWorkers<decltype(zero)>(*ranks, cpus);
-    });
+    return with_type(element,
+                     [&](auto zero) -> AnyOffloadWorkers* { return new OffloadWorkers<decltype(zero)>(*ranks, cpus); });
 }
 CHORUS_API void chorus_offload_begin(AnyOffloadWorkers* workers, const OffloadWorkersDesc* desc) {
     workers->begin(*desc);
