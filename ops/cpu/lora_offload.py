@@ -175,8 +175,9 @@ class OffloadWorkers:
         self._kept = None
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and before it the step, if one is under way: it may have failed."""
         if getattr(self, "_handle", None):
+            self.end()
             self._library.chorus_offload_destroy(self._handle)
             self._handle = None
 

@@ -275,6 +275,28 @@ def test_a_step_that_fails_ends_for_the_offload_workers_too(subject, with_offloa
     assert not errors
 
 
+def test_offload_workers_end_in_the_middle_of_a_step(subject, monkeypatch):
+    """A step that the device never completes is never ended, and must not keep the executor from closing."""
+    settings = EngineConfig(
+        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", offload_workers=2, threads=1
+    )
+    before = len(workers_cpus())
+    executor = open_executor(settings)
+    offload = executor._offload  # noqa: SLF001
+
+    def fail(x, share):
+        raise RuntimeError("for once")
+
+    monkeypatch.setattr(offload, "_exchange_once", fail)
+    with pytest.raises(RuntimeError, match="for once"):
+        offload.measure()
+    closing = threading.Thread(target=executor.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert len(workers_cpus()) == before
+
+
 def test_rows_are_split_by_what_is_worth_a_handover():
     assert shares(10, 100, 3) == [0, 10, 10, 10]
     assert shares(100, 50, 3) == [0, 50, 100, 100]
