@@ -85,6 +85,7 @@ def _blocking(method: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]]) -> 
         return self._loop.run(work(self, *args, **options))
 
     waited.__name__ = method.__name__.removeprefix("a")
+    waited.__qualname__ = method.__qualname__.replace(method.__name__, waited.__name__)  # pickle finds it by this
     return waited
 
 

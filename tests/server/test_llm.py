@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import runpy
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def test_more_prompts_than_the_engine_is_given_at_once(llm, monkeypatch):
     texts = [f"{'abc' * (1 + i % 3)}{chr(97 + i)}" for i in range(11)]
     answers = llm.generate([f"{text}\n" for text in texts], GREEDY, adapter="reverse")
     assert [answer.text for answer in answers] == [text[::-1] for text in texts]
+
+
+@pytest.mark.parametrize("name", ["generate", "agenerate", "chat", "achat"])
+def test_methods_have_names_of_their_own(name):
+    """By which other processes find them."""
+    method = getattr(LLM, name)
+    assert method.__qualname__ == f"LLM.{name}"
+    assert pickle.loads(pickle.dumps(method)) is method
 
 
 def test_tokens_for_a_prompt_and_no_prompts(llm):
