@@ -8,12 +8,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.store import AdapterStore
 from ..config import EngineConfig
 from ..requests.request import Request
 from .queues import AdapterQueue, WaitingQueue
+
+if TYPE_CHECKING:  # an import that takes long, and `chorus` reads this module before it says anything
+    from ...memory.adapters.store import AdapterStore
 
 OVERDUE, RESIDENT, LOADING = range(3)
 
