@@ -115,7 +115,7 @@ class LayerSpec(ABC):
 
     @classmethod
     def told(cls, layers: Sequence[LayerSpec]) -> list[str]:
-        """Sentences on a model's layers of this class, of which these are all: what nothing else says of them."""
+        """What `chorus models` says of this class alone, a line each. layers: all of a model that are of this class."""
         del layers
         return []
 
