@@ -66,7 +66,7 @@ class LogScaling(Protocol):
     """Factors are rounded to the model's dtype before they multiply."""
 
     def factors(self, count: int) -> torch.Tensor:
-        """Of positions 0 … count-1, float32."""
+        """The factors of positions 0 … count-1: [count], float32."""
         ...
 
 
